@@ -1,0 +1,1 @@
+"""Command line, web interface, server and the bundled model."""

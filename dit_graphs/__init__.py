@@ -1,0 +1,1 @@
+"""CUDA graphs for diffusers pipelines: same pixels, no compiler, memory under a budget."""

@@ -1,0 +1,1 @@
+"""Backends: how one forward is recorded and replayed."""

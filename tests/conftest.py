@@ -1,0 +1,56 @@
+"""What every test may rely on: no network, tests/support importable, nothing that cannot run here.
+
+Owns the selection by marker. A test marked `gpu`, `multigpu` or `browser` is deselected (not
+skipped) where its hardware is missing, so that a summary without skips stays readable; `slow` tests
+run only when the -m expression names them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+# Before any test imports transformers or diffusers: a test that reaches for a hub fails at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The root makes `benchmarks` importable: plain `pytest` does not add the folder it runs in.
+for folder in (ROOT, ROOT / "tests" / "support"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _missing_hardware() -> set[str]:
+    """The markers whose tests cannot run on this machine."""
+    import torch
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    missing = set()
+    if devices < 1:
+        missing.add("gpu")
+    if devices < 2:
+        missing.add("multigpu")
+    if not any(shutil.which(name) for name in BROWSERS):
+        missing.add("browser")
+    return missing
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what this machine cannot run, and slow tests unless they were asked for."""
+    unwanted = _missing_hardware()
+    if "slow" not in (config.option.markexpr or ""):
+        unwanted.add("slow")
+    kept, dropped = [], []
+    for item in items:
+        bucket = dropped if any(item.get_closest_marker(name) for name in unwanted) else kept
+        bucket.append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
