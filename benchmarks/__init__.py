@@ -1,0 +1,1 @@
+"""Measurements: full-size models, one protocol, result files that can be checked."""
