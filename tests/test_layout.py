@@ -28,6 +28,7 @@ PACKAGES = {
     "app": "dit_graphs.app",
 }
 MAX_LINES = 400
+NOT_INSTALLED = ROOT / "app" / "demo_model" / "training"
 
 # Lowest first; modules on one line may know each other, one way.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -217,7 +218,11 @@ def _setuptools_table() -> dict[str, dict[str, list[str]]]:
 
 
 def test_every_folder_of_modules_is_installed() -> None:
-    folders = {_module_name(path.parent / "__init__.py") for path in _sources()}
+    folders = {
+        _module_name(path.parent / "__init__.py")
+        for path in _sources()
+        if not path.is_relative_to(NOT_INSTALLED)
+    }
     assert folders == set(_setuptools_table()["packages"])
 
 
