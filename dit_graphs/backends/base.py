@@ -1,0 +1,149 @@
+"""Owns the contract between runners and backends: `Backend`, `CapturePlan`, `Recording`.
+
+Must never know runners or models. The surprising fact: after `capture` the output holds garbage;
+only `replay` gives it values, and they are valid until the next replay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..breaks import BoundBreak, BreakSite, RecordedBreak
+from ..errors import CaptureAborted, Reason
+from ..memory import DeviceState
+from ..observer import CaptureLog
+from ..tree import map_tensors, tensor_leaves
+from ..watch import storage_key
+
+__all__ = ["Backend", "BreakLog", "CapturePlan", "Recording"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """What a capture must respect: where it runs, which breaks come in which order.
+
+    `inputs` are the static buffers the forward reads; the recording keeps them alive.
+    `is_trial`: capture into a scratch pool that is thrown away afterwards.
+    """
+
+    state: DeviceState
+    inputs: tuple[Tensor, ...]
+    breaks: tuple[RecordedBreak, ...] = ()
+    generators: tuple[torch.Generator, ...] = ()
+    externals: tuple[Tensor, ...] = ()
+    break_launches: int = 0
+    is_trial: bool = False
+    strong_break_refs: bool = False
+
+
+class Recording(Protocol, Generic[T_co]):
+    """One captured forward; owns everything its graph reads until `close`."""
+
+    @property
+    def output(self) -> T_co: ...
+
+    segments: int
+    breaks: int
+    captured_fraction: float
+    nbytes: int
+
+    def replay(self) -> None:
+        """Output tensors hold the result for the inputs' current values.
+
+        Raises `BreakFailed` where an eager break did something else than recorded.
+        """
+
+    def poison(self) -> None:
+        """Every output that a replay must rewrite holds garbage."""
+
+    def close(self) -> None:
+        """Everything the recording held is released; it is never replayed again."""
+
+
+class Backend(Protocol):
+    """A way to capture. `fn(log)` runs one forward on the plan's inputs and reports to `log`.
+
+    `fn(None)` runs it plainly, without any watch mode.
+    """
+
+    name: str
+
+    def capture(self, fn: Callable[[CaptureLog | None], T], plan: CapturePlan) -> Recording[T]: ...
+
+
+class BreakLog:
+    """What any capture session keeps: storages it produced, externals it reads, its breaks."""
+
+    def __init__(self, plan: CapturePlan) -> None:
+        self.plan = plan
+        self.launches = 0
+        self.bound: list[BoundBreak] = []
+        self.externals: dict[int, Tensor] = {storage_key(t): t.detach() for t in plan.externals}
+        self._produced: set[int] = set()
+        self._inputs = {storage_key(tensor) for tensor in plan.inputs}
+
+    def note_produced(self, tensor: Tensor) -> None:
+        """The tensor's memory was allocated in this capture: every replay rewrites it."""
+        self._produced.add(storage_key(tensor))
+
+    def note_used(self, tensor: Tensor) -> None:
+        """An op read this tensor; if it is external, the recording keeps its storage alive."""
+        key = storage_key(tensor)
+        if key and key not in self._produced and key not in self._inputs:
+            if key not in self.externals:
+                self.externals[key] = tensor.detach()
+
+    def note_launch(self) -> None:
+        """One more kernel launch lies in a segment."""
+        self.launches += 1
+
+    def is_produced(self, tensor: Tensor) -> bool:
+        """Whether every replay rewrites this tensor's memory."""
+        return storage_key(tensor) in self._produced
+
+    def next_break(self, site: BreakSite) -> RecordedBreak:
+        """The observed break this one repeats. Raises `CaptureAborted` where they differ."""
+        index = len(self.bound)
+        if index >= len(self.plan.breaks) or self.plan.breaks[index].site != site:
+            raise CaptureAborted(Reason.CAPTURE_FAILED, f"break {site} was not observed here")
+        return self.plan.breaks[index]
+
+    def bind_break(
+        self,
+        recorded: RecordedBreak,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        borrow: Callable[[Tensor], object],
+        buffers: list[Tensor],
+    ) -> BoundBreak:
+        """The break with arguments it may keep: borrowed where produced here, owned elsewhere."""
+
+        def hold(tensor: Tensor) -> object:
+            if self.is_produced(tensor) and not self.plan.strong_break_refs:
+                return borrow(tensor)
+            return tensor.detach()
+
+        held_args = map_tensors(args, hold, keep_unknown=True)
+        held_kwargs = map_tensors(kwargs, hold, keep_unknown=True)
+        assert isinstance(held_args, tuple) and isinstance(held_kwargs, dict)
+        bound = BoundBreak(recorded, fn, held_args, held_kwargs, buffers)
+        self.bound.append(bound)
+        return bound
+
+    def produced_outputs(self, output: object) -> list[Tensor]:
+        """The output tensors a replay rewrites (not inputs or weights handed through)."""
+        return [tensor for tensor in tensor_leaves(output) if self.is_produced(tensor)]
+
+    def captured_fraction(self) -> float:
+        """Launches in segments over all launches of the forward."""
+        total = self.launches + self.plan.break_launches
+        return self.launches / total if total else 1.0

@@ -1,0 +1,215 @@
+"""Owns eager breaks: how a forward says "run this eagerly", and what a break returned.
+
+Must never know CUDA or models. The surprising fact: a break's body never runs during a capture
+(its inputs hold garbage then); the capture hands out buffers of the layout seen in the warm-up,
+and only replays run the body.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from .buffers import copy_layout, empty_layout
+from .errors import BreakFailed, CaptureAborted, Reason
+from .tree import UnknownLeaf, freeze, map_tensors, tensor_leaves
+
+__all__ = [
+    "BreakHandler",
+    "BreakResult",
+    "BreakSite",
+    "RecordedBreak",
+    "active_handler",
+    "break_graph",
+    "call_break",
+    "eager_on_graph",
+    "handling_breaks",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class BreakSite:
+    """Where a break is: `kind` is "function", "module" or "op"; `name` is its path."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+class BreakHandler(Protocol):
+    """Whoever watches the forward now: an observer or a capture."""
+
+    def run_break(
+        self,
+        site: BreakSite,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object: ...
+
+
+_active: ContextVar[BreakHandler | None] = ContextVar("dit_graphs_break_handler", default=None)
+
+
+def active_handler() -> BreakHandler | None:
+    """The handler of the capture or observation this thread is in, or None."""
+    return _active.get()
+
+
+@contextmanager
+def handling_breaks(handler: BreakHandler | None) -> Iterator[None]:
+    """Inside, breaks go to `handler`; with None they are plain calls (a nested break)."""
+    token = _active.set(handler)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def call_break(
+    site: BreakSite,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
+    """`fn(*args, **kwargs)`, as a break if a forward is being observed or captured."""
+    handler = _active.get()
+    if handler is None:
+        return fn(*args, **kwargs)
+    return handler.run_break(site, fn, args, kwargs)
+
+
+def eager_on_graph(fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function as a break: captured graphs end before it and go on after it.
+
+    Its body runs eagerly on every replay, on live arguments. Outside a capture it is `fn`.
+    A replay in which its result has another shape, dtype, stride or Python value than recorded
+    is discarded and the whole call runs eagerly.
+    """
+    site = BreakSite("function", f"{fn.__module__}.{fn.__qualname__}")
+
+    @functools.wraps(fn)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _active.get() is None:
+            return fn(*args, **kwargs)
+        return call_break(site, fn, args, kwargs)  # type: ignore[return-value]
+
+    return wrapper
+
+
+def break_graph() -> None:
+    """An empty break: the segment before it ends here. Outside a capture it does nothing."""
+    if _active.get() is not None:
+        call_break(BreakSite("function", "break_graph"), _nothing, (), {})
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class BreakResult:
+    """The layout of what a break returned: `template` holds meta tensors in place of data."""
+
+    structure: Hashable
+    template: object
+
+    @classmethod
+    def of(cls, result: object) -> BreakResult:
+        """Raises `CaptureAborted` where the result cannot be rebuilt from its parts."""
+        try:
+            structure = freeze(result, [])
+            template = map_tensors(result, _meta)
+        except UnknownLeaf as leaf:
+            raise CaptureAborted(
+                Reason.UNSUPPORTED_OUTPUT, f"a break returned a {leaf.kind}"
+            ) from None
+        return cls(structure, template)
+
+    def allocate(self, device: torch.device) -> object:
+        """The result with fresh buffers of the recorded layouts on `device`."""
+
+        def buffer(meta: Tensor) -> Tensor:
+            return empty_layout(tuple(meta.shape), meta.stride(), meta.dtype, device)
+
+        return map_tensors(self.template, buffer)
+
+    def copy_into(self, buffers: list[Tensor], result: object) -> None:
+        """`buffers` hold `result`. Raises `BreakFailed` where it differs from the recording."""
+        try:
+            tensors: list[Tensor] = []
+            structure = freeze(result, tensors)
+        except UnknownLeaf as leaf:
+            raise BreakFailed(Reason.BREAK_VALUE_CHANGED, f"now a {leaf.kind}") from None
+        if structure != self.structure:
+            raise BreakFailed(
+                Reason.BREAK_VALUE_CHANGED, f"recorded {self.structure}, got {structure}"
+            )
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            if (
+                buffer.shape != tensor.shape
+                or buffer.dtype != tensor.dtype
+                or buffer.stride() != tensor.stride()
+            ):
+                raise BreakFailed(
+                    Reason.BREAK_SHAPE_CHANGED,
+                    f"recorded {tuple(buffer.shape)} {buffer.stride()} {buffer.dtype}, got "
+                    f"{tuple(tensor.shape)} {tensor.stride()} {tensor.dtype}",
+                )
+            copy_layout(buffer, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBreak:
+    """One break of an observed forward, in the order they ran."""
+
+    site: BreakSite
+    result: BreakResult
+
+
+class BoundBreak:
+    """A break inside a recording: its body, its live arguments and its boundary buffers."""
+
+    __slots__ = ("args", "buffers", "fn", "kwargs", "result", "site")
+
+    def __init__(
+        self,
+        recorded: RecordedBreak,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        buffers: list[Tensor],
+    ) -> None:
+        self.site = recorded.site
+        self.result = recorded.result
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs
+        self.buffers = buffers
+
+    def run(self) -> None:
+        """Runs the body; its result lies in the boundary buffers. Raises `BreakFailed`."""
+        try:
+            result = self.fn(*self.args, **self.kwargs)
+        except BreakFailed:
+            raise
+        except Exception as error:
+            detail = f"{self.site}: {type(error).__name__}: {error}"
+            raise BreakFailed(Reason.BREAK_RAISED, detail) from error
+        self.result.copy_into(self.buffers, result)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

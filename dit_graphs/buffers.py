@@ -1,0 +1,69 @@
+"""Owns tensors with a given memory layout: allocate, copy into, compare bit for bit, poison.
+
+Must never know graphs. The surprising fact: an expanded tensor (stride 0) cannot be written
+through its own shape, so it is stored and copied as the span of elements it really has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["bits_equal", "copy_layout", "empty_layout", "poison", "span_numel"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def span_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements between the first and the last one addressed, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def empty_layout(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """An uninitialised tensor of exactly this shape and these strides, owning its storage."""
+    span = torch.empty(span_numel(shape, stride), dtype=dtype, device=device)
+    return span.as_strided(shape, stride)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether two indices address one element, so that an indexed write is not defined."""
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _span(tensor: Tensor) -> Tensor:
+    numel = span_numel(tuple(tensor.shape), tensor.stride())
+    return tensor.as_strided((numel,), (1,), tensor.storage_offset())
+
+
+def copy_layout(target: Tensor, source: Tensor) -> None:
+    """`target` holds `source`'s values; both have one shape, overlapping layouts included."""
+    if overlaps(target) and target.stride() == source.stride():
+        target, source = _span(target), _span(source)
+    target.copy_(source)
+
+
+def bits_equal(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same bits (NaN equals the same NaN, 0.0 is not -0.0)."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.is_complex():
+        left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
+    if left.is_floating_point():
+        bits = _BITS[left.element_size()]
+        left, right = left.contiguous().view(bits), right.contiguous().view(bits)
+    return torch.equal(left, right)  # sync: a verdict is needed before the graph is trusted
+
+
+def poison(tensor: Tensor) -> None:
+    """Every element becomes a value no forward returns: NaN, or the largest integer."""
+    target = _span(tensor) if overlaps(tensor) else tensor
+    if target.is_complex() or target.is_floating_point():
+        target.fill_(float("nan"))
+    elif target.dtype is torch.bool:
+        target.logical_not_()
+    else:
+        target.fill_(torch.iinfo(target.dtype).max)

@@ -1,0 +1,221 @@
+"""Owns which signatures have a graph: states, admission, eviction, blocking with retry.
+
+Must never know tensors' values or CUDA. The surprising fact: an evicted signature does not simply
+come back. It must have lost more by running eagerly than the graph it would push out has saved,
+so twenty sizes in turn over four graphs settle on four captures instead of thrashing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from .backends.base import Recording
+from .errors import Reason
+from .memory import Stopwatch
+from .observer import Observation
+from .signature import Signature
+from .static_inputs import StaticInputs
+from .tree import map_tensors
+from .watch import BreakPolicy
+
+__all__ = ["Entry", "GraphCache", "State", "StructurePlan"]
+
+_MAX_ENTRIES = 2048
+_HALF_LIFE = 32.0  # requests after which a signature's past use counts half
+_CLEARLY_HOTTER = 2.0
+
+
+class State(Enum):
+    """Where a signature is on its way to a graph."""
+
+    COLD = "cold"
+    SEEN = "seen"
+    CAPTURED = "captured"
+    READY = "ready"
+    BLOCKED = "blocked"
+
+
+@dataclass(slots=True)
+class StructurePlan:
+    """What is known of one code path of a module: every size of it shares this."""
+
+    policy: BreakPolicy
+    passes: int = 0
+    is_simple: bool = False
+    has_captured: bool = False
+    blocked: tuple[Reason, str] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One signature: its state, its timings and, once captured, its graph."""
+
+    signature: Signature
+    plan: StructurePlan
+    state: State = State.COLD
+    uses: int = 0
+    heat: float = 0.0
+    last_use: int = 0
+    last_request: int | None = None
+    requests: int = 0
+    evictions: int = 0
+    requests_at_eviction: int = 0
+    lost_ms: float = 0.0
+    eager_ms: float | None = None
+    replay_ms: float | None = None
+    capture_ms: float = 0.0
+    attempts: int = 0
+    drops: int = 0
+    blocked: tuple[Reason, str] | None = None
+    retry_after: int = 0
+    observation: Observation | None = None
+    inputs: StaticInputs | None = None
+    recording: Recording[object] | None = None
+    clock: Stopwatch | None = None
+    host_ms: float = 0.0
+    replays: int = 0
+    backend: str = ""
+
+    def block(self, reason: Reason, detail: str, retry_after: int = 0) -> None:
+        """No more captures of this signature (before use number `retry_after`, if given)."""
+        self.state = State.BLOCKED
+        self.blocked = (reason, detail)
+        self.retry_after = retry_after
+
+    def hand_out(self) -> object:
+        """The recording's output, cloned in the caller's mode."""
+        assert self.recording is not None
+        return map_tensors(self.recording.output, Tensor.clone)
+
+    def forget_bound(self) -> None:
+        """The caller's tensors of the last call are let go."""
+        if self.inputs is not None:
+            self.inputs.forget()
+
+    def release(self) -> None:
+        """The graph is gone; the signature is as if seen once."""
+        if self.recording is not None:
+            self.recording.close()
+        self.recording, self.inputs = None, None
+        self.observation = None
+        if self.state in (State.CAPTURED, State.READY):
+            self.state = State.SEEN
+        self.lost_ms, self.replays = 0.0, 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this entry holds a graph."""
+        return self.recording is not None
+
+    @property
+    def saved_ms(self) -> float:
+        """Milliseconds one replay saves over eager; 1 where not measured yet."""
+        if self.eager_ms is None or self.replay_ms is None:
+            return 1.0
+        return max(self.eager_ms - self.replay_ms, 0.01)
+
+
+class GraphCache:
+    """The signatures of one runner. `limit` graphs at most are held."""
+
+    def __init__(self, limit: int, close: Callable[[Entry], None]) -> None:
+        self.limit = limit
+        self.entries: OrderedDict[Signature, Entry] = OrderedDict()
+        self.plans: dict[Hashable, StructurePlan] = {}
+        self._close = close
+        self._now = 0
+        self._request: int | None = None
+        self._scalars: dict[Hashable, list[tuple[object, ...]]] = {}
+        self._varying: set[Hashable] = set()
+
+    def find(self, signature: Signature, request: int | None) -> Entry | None:
+        """The entry of a signature seen before, its use counted; None for a new one."""
+        entry = self.entries.get(signature)
+        if entry is not None:
+            self._touch(entry, request)
+        return entry
+
+    def _touch(self, entry: Entry, request: int | None) -> None:
+        entry.uses += 1
+        if request is not None and request == entry.last_request:
+            return
+        if request is None or request != self._request:
+            self._now, self._request = self._now + 1, request
+        entry.heat = self._warmth(entry) + 1.0
+        entry.last_use, entry.last_request = self._now, request
+        entry.requests += 1
+
+    def _warmth(self, entry: Entry) -> float:
+        return entry.heat * 0.5 ** ((self._now - entry.last_use) / _HALF_LIFE)
+
+    def varies(self, signature: Signature) -> bool:
+        """Whether a Python number of this new signature differed on each of three calls."""
+        masked = signature.without_numbers()
+        if masked in self._varying:
+            return True
+        seen = self._scalars.setdefault(masked, [])
+        seen.append(signature.numbers())
+        if len(seen) < 3:
+            return False
+        columns = zip(*seen[-3:], strict=True)
+        if any(len(set(column)) == 3 for column in columns):
+            self._varying.add(masked)
+            return True
+        return False
+
+    def add(self, signature: Signature, policy: BreakPolicy, request: int | None) -> Entry:
+        """A cold entry for a new signature."""
+        structure = signature.argument_structure()
+        plan = self.plans.setdefault(structure, StructurePlan(policy))
+        entry = Entry(signature, plan)
+        self.entries[signature] = entry
+        self._touch(entry, request)
+        if len(self.entries) > _MAX_ENTRIES:
+            oldest = min(
+                (e for e in self.entries.values() if not e.is_held), key=lambda e: e.last_use
+            )
+            del self.entries[oldest.signature]
+        return entry
+
+    def held(self) -> list[Entry]:
+        """Entries that hold a graph."""
+        return [entry for entry in self.entries.values() if entry.is_held]
+
+    def make_room(self, entry: Entry) -> bool:
+        """Room for one more graph: evicts the least worthy, or says no if `entry` is not worth it.
+
+        A newcomer must be clearly hotter than the graph it pushes out, or have lost more by
+        running eagerly than that graph saves.
+        """
+        held = self.held()
+        if len(held) < self.limit:
+            return True
+        victim = min(held, key=lambda e: e.saved_ms * self._warmth(e))
+        waited = entry.requests - entry.requests_at_eviction
+        if entry.evictions and waited < 2**entry.evictions:
+            return False
+        if self._warmth(entry) <= _CLEARLY_HOTTER * self._warmth(victim):
+            return False
+        victim.evictions += 1
+        victim.requests_at_eviction = victim.requests
+        self._close(victim)
+        return True
+
+    def nearest(self, signature: Signature) -> Signature | None:
+        """The held signature that differs in the fewest lines, for messages."""
+        others = [e.signature for e in self.held() if e.signature != signature]
+        if not others:
+            return None
+        return min(others, key=lambda other: len(other.diff(signature)))
+
+    def release_all(self) -> int:
+        """Closes every graph; returns how many there were."""
+        held = self.held()
+        for entry in held:
+            entry.release()
+        return len(held)

@@ -1,0 +1,320 @@
+"""Owns how a signature gets its graph: admission, the observed pass, the capture.
+
+Must never know how calls are served. The surprising fact: the first capture of a code path is
+made twice, once into a scratch pool that is thrown away, because a failure there ruins only that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from .backends import CapturePlan, make_backend
+from .breaks import handling_breaks
+from .cache import Entry, State
+from .config import GraphConfig
+from .constants import ConstantTable
+from .errors import CaptureAborted, Reason
+from .memory import DeviceState, Stopwatch
+from .observer import CaptureLog, Guard, HostRead, Observation, Observer, breaking_modules
+from .request import Request
+from .signature import registered_leaves
+from .static_inputs import StaticInputs
+from .stats import RunnerStats, log
+from .tree import UnknownLeaf, map_tensors
+from .verify import Verdict, verify_call
+from .watch import BreakPolicy
+
+__all__ = ["Capturer", "Forward"]
+
+_NOTHING_SEEN = Observation(ConstantTable(), (), (), (), False, frozenset(), (), 0, 0)
+_MAX_PASSES = 4
+_WORTH_KEEPING = 0.97  # a replay slower than this share of eager is not kept under "auto"
+_LAUNCH_BOUND = 1.15  # device time within this share of host time: the device waits for Python
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The wrapped method under the conditions of a capture."""
+
+    module: nn.Module
+    eager: Callable[..., object]
+    device: torch.device
+    ignore: frozenset[str] = frozenset()
+
+    @contextmanager
+    def conditions(self) -> Iterator[None]:
+        """No gradients, no inference mode, autocast as the caller's but without its cache."""
+        kind = self.device.type
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            yield
+
+    def on(
+        self, buffers: list[Tensor], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Callable[[], object]:
+        """The call with `buffers` in place of its tensors (those that are in the signature)."""
+        following = iter(buffers)
+
+        def swap(value: object) -> object:
+            return map_tensors(
+                value, lambda _: next(following), keep_unknown=True, opaque=registered_leaves()
+            )
+
+        swapped = [swap(value) for value in args]
+        named = {
+            name: value if name in self.ignore else swap(value) for name, value in kwargs.items()
+        }
+        return lambda: self.eager(*swapped, **named)
+
+
+class Capturer:
+    """Observes and captures calls of one forward with one backend."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        state: DeviceState,
+        config: GraphConfig,
+        backend: str,
+        stats: RunnerStats,
+        component: str,
+    ) -> None:
+        self.forward = forward
+        self.state = state
+        self.config = config
+        self.backend = backend
+        self.stats = stats
+        self.component = component
+        self.is_warming_up = False
+        self._capture_ms: float | None = None
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Inside, every new signature is captured on its first call."""
+        before, self.is_warming_up = self.is_warming_up, True
+        try:
+            yield
+        finally:
+            self.is_warming_up = before
+
+    # Admission.
+    def note_eager(self, entry: Entry, clock: Stopwatch, host_ms: float) -> None:
+        """Remembers how long an eager call took; read later, without waiting."""
+        entry.clock, entry.host_ms = clock, host_ms
+        entry.lost_ms += self._saving_ms(entry)
+
+    def _saving_ms(self, entry: Entry) -> float:
+        """What one replay would save, from what is known without waiting."""
+        elapsed = entry.clock.elapsed_ms() if entry.clock is not None else None
+        if elapsed is not None:
+            entry.eager_ms = elapsed
+        if entry.eager_ms is None:
+            return 0.0
+        if entry.replay_ms is not None:
+            return max(entry.eager_ms - entry.replay_ms, 0.0)
+        bound_by_device = entry.eager_ms > _LAUNCH_BOUND * max(entry.host_ms, 1e-6)
+        return entry.eager_ms * (0.02 if bound_by_device else 0.5)
+
+    def admits(self, entry: Entry, request: Request | None) -> bool:
+        """Whether a capture now is expected to pay for itself (asked under "auto" only)."""
+        if self.is_warming_up or self.config.capture == "first_use" or self.backend != "auto":
+            return True
+        left = request.steps_left(entry.signature) if request is not None else None
+        if left is None and entry.uses < 3:
+            return False
+        if entry.clock is not None and entry.eager_ms is None:
+            entry.eager_ms = entry.clock.elapsed_ms(wait=True)
+        saving = self._saving_ms(entry)
+        ahead = max((left or 0) - 1, 0) * saving
+        return max(ahead, entry.lost_ms) > self._expected_cost_ms(entry)
+
+    def _expected_cost_ms(self, entry: Entry) -> float:
+        captures = self._capture_ms if self._capture_ms is not None else 3.0 * entry.host_ms
+        return captures + (entry.eager_ms or entry.host_ms)
+
+    def may_capture_now(self, entry: Entry, request: Request | None) -> bool:
+        """Right after the plain first call: this code path needs no observed pass."""
+        plan = entry.plan
+        if not (plan.is_simple and plan.has_captured) or entry.state is not State.SEEN:
+            return False
+        left = request.steps_left(entry.signature) if request is not None else None
+        return left is not None and left >= 3 and self.admits(entry, request)
+
+    def is_worthless(self, entry: Entry) -> bool:
+        """Under "auto": a graph that is no faster than eager is not kept."""
+        if self.backend != "auto" or entry.eager_ms is None or entry.replay_ms is None:
+            return False
+        return entry.replay_ms > _WORTH_KEEPING * entry.eager_ms
+
+    # The observed pass.
+    def observe(
+        self,
+        entry: Entry,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        tensors: list[Tensor],
+    ) -> object:
+        """One eager pass on static buffers under the observer; returns its result.
+
+        Raises `CaptureAborted` where no capture of this code path can work.
+        """
+        inputs = StaticInputs(tensors, self.state.device)
+        random = self.state.random_state()
+        policy = entry.plan.policy
+        observer = Observer(self.forward.module, self.state.device, policy, inputs.buffers)
+        try:
+            inputs.bind(tensors)
+            call = self.forward.on(inputs.buffers, args, kwargs)
+            with self.state.capture_stream(), self.forward.conditions():
+                with breaking_modules(self.forward.module, policy.modules):
+                    with handling_breaks(observer), observer:
+                        output = call()
+            result = map_tensors(output, Tensor.clone)
+            observation = observer.observation()
+            self._plan_breaks(entry, observation)
+        except CaptureAborted:
+            self.state.set_random_state(random)
+            raise
+        except UnknownLeaf as leaf:
+            self.state.set_random_state(random)
+            raise CaptureAborted(Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}") from None
+        except Exception as error:
+            self.state.set_random_state(random)
+            detail = f"{type(error).__name__}: {error}"
+            raise CaptureAborted(Reason.CAPTURE_FAILED, detail) from error
+        inputs.copy_back(tensors, observation.written_inputs)
+        if not observation.host_reads or self.backend == "debug":
+            entry.inputs, entry.observation = inputs, observation
+            entry.plan.is_simple = observation.is_simple
+        return result
+
+    def is_observed(self, entry: Entry) -> bool:
+        """Whether the last pass left nothing open, so that a capture may follow."""
+        return entry.observation is not None
+
+    def _plan_breaks(self, entry: Entry, observation: Observation) -> None:
+        plan = entry.plan
+        plan.passes += 1
+        reads = observation.host_reads
+        if not reads or self.backend == "debug":
+            return
+        stuck = next((read for read in reads if self._is_stuck(read, plan.policy)), None)
+        if stuck is None and plan.passes >= _MAX_PASSES:
+            stuck = reads[0]
+        if stuck is not None:
+            plan.blocked = (stuck.reason, str(stuck))
+            return
+        modules = dict.fromkeys((*plan.policy.modules, *(read.module for read in reads)))
+        plan.policy = replace(plan.policy, modules=tuple(_outermost(modules)))
+
+    def _is_stuck(self, read: HostRead, policy: BreakPolicy) -> bool:
+        return not read.module or self.backend == "full" or read.module in policy.modules
+
+    # The capture.
+    def capture(
+        self,
+        entry: Entry,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        tensors: list[Tensor],
+    ) -> None:
+        """The entry holds a recording, not yet trusted. Raises `CaptureAborted`."""
+        if entry.inputs is None:
+            entry.inputs = StaticInputs(tensors, self.state.device)
+            entry.inputs.bind(tensors)
+        observation = entry.observation or _NOTHING_SEEN
+        call = self.forward.on(entry.inputs.buffers, args, kwargs)
+        plan = CapturePlan(
+            state=self.state,
+            inputs=tuple(entry.inputs.buffers),
+            breaks=observation.breaks,
+            generators=observation.generators,
+            externals=observation.written_externals,
+            break_launches=observation.break_launches,
+        )
+        name = self.backend
+        if name == "auto":
+            name = "breakable" if observation.breaks else "full"
+        backend = make_backend(name)
+
+        def forward(log: CaptureLog | None) -> object:
+            with self.forward.conditions():
+                if log is None:
+                    return call()
+                policy = entry.plan.policy
+                module, device = self.forward.module, self.state.device
+                guard = Guard(module, device, policy, observation.constants, log)
+                with breaking_modules(module, policy.modules), guard:
+                    return call()
+
+        started = time.perf_counter()
+        with self.state.gate.exclusive(), self.state.replay_lock:
+            self.state.check_can_capture()
+            if self.state.needs_trial and not entry.plan.has_captured and name != "debug":
+                backend.capture(forward, replace(plan, is_trial=True)).close()
+            entry.recording = backend.capture(forward, plan)
+        entry.capture_ms = (time.perf_counter() - started) * 1e3
+        self._capture_ms = entry.capture_ms
+        entry.plan.has_captured = True
+        entry.backend, entry.state = name, State.CAPTURED
+        entry.inputs.rebind_always = observation.written_inputs
+        if entry.recording.breaks and observation.written_externals:
+            entry.release()
+            raise CaptureAborted(
+                Reason.CAPTURE_FAILED, "writes to module state around an eager break"
+            )
+        self._keep_budget(entry)
+
+    def _keep_budget(self, entry: Entry) -> None:
+        budget = self.config.budget_for(self.component)
+        limit = self.state.default_budget() if budget == "auto" else budget
+        held = self.state.pool_bytes()
+        if held <= limit:
+            return
+        dropped = self.state.retire()
+        entry.block(Reason.MEMORY_BUDGET, f"{held >> 20} MiB over {limit >> 20}", entry.uses + 16)
+        log.warning(
+            "%s: graph memory %d MiB is over the budget of %d MiB: %d graphs dropped; raise "
+            "memory_budget", self.stats.component, held >> 20, limit >> 20, dropped,
+        )  # fmt: skip
+        raise CaptureAborted(Reason.MEMORY_BUDGET, f"{held >> 20} MiB over {limit >> 20} MiB")
+
+    def compare_perturbed(
+        self, entry: Entry, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Verdict:
+        """Compares on changed inputs; neither result is used and no trace stays."""
+        assert entry.inputs is not None
+        observed = entry.observation or _NOTHING_SEEN
+        random = self.state.random_state()
+        kept = [(tensor, tensor.clone()) for tensor in observed.written_externals]
+        changed = entry.inputs.perturb()
+        tensors = [buffer.clone() for buffer in entry.inputs.buffers]
+        call = self.forward.on(tensors, args, kwargs)
+
+        def eager() -> object:
+            with self.forward.conditions():
+                return call()
+
+        verdict = verify_call(self.state, entry, tensors, eager)
+        self.state.set_random_state(random)
+        for tensor, before in kept:
+            tensor.copy_(before)
+        entry.inputs.forget()
+        if verdict.reason is None:
+            entry.inputs.prove(changed)
+        return verdict
+
+
+def _outermost(paths: dict[str, None]) -> list[str]:
+    """Paths that lie in no other path of the set: a break inside a break is plain Python."""
+    return [p for p in paths if not any(p.startswith(f"{other}.") for other in paths)]

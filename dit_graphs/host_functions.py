@@ -1,0 +1,161 @@
+"""Owns the table of torch functions that touch host memory below dispatch, with what each does.
+
+Must never know graphs. The surprising fact: `x[[0, -1]]` hides a host-to-device copy of the list
+and `x.tolist()` a device-to-host one; neither shows in a dispatch mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .tree import UnknownLeaf, tensor_leaves
+from .watch import Args, Function, Handler, Kwargs, Watch
+
+__all__ = ["HANDLERS"]
+
+
+def _device_of(value: object) -> torch.device | None:
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        return torch.device(value)
+    return None
+
+
+def _default_device() -> torch.device:
+    return torch.get_default_device()
+
+
+def _factory(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object:
+    """torch.tensor, as_tensor, asarray, Tensor.new_tensor: a constant if it lands on the device."""
+    owner = args[0] if func is Tensor.new_tensor else None
+    given = args[1:] if owner is not None else args
+    data = given[0] if given else kwargs.get("data", kwargs.get("obj"))
+    device = _device_of(kwargs.get("device"))
+    if device is None and len(given) > 2:  # as_tensor(data, dtype, device)
+        device = _device_of(given[2])
+    if device is None:
+        device = owner.device if isinstance(owner, Tensor) else None
+    if device is None:
+        device = data.device if isinstance(data, Tensor) else _default_device()
+    if device.type != watch.device.type or _holds_device_tensor(watch, data):
+        return func(*args, **kwargs)
+    host, kept = {**kwargs, "device": "cpu"}, args[: len(args) - len(given[2:])]
+    return watch.constant(
+        lambda: _as_tensor(func(*args, **kwargs)), lambda: _as_tensor(func(*kept, **host))
+    )
+
+
+def _as_tensor(value: object) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _holds_device_tensor(watch: Watch, data: object) -> bool:
+    try:
+        return any(watch.is_device(tensor) for tensor in tensor_leaves(data))
+    except UnknownLeaf:
+        return False
+
+
+def _transfer(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object:
+    """Tensor.to, .cuda, .type: a constant when it brings a host tensor to the device."""
+    source = args[0]
+    if watch.device.type == "cpu" or not isinstance(source, Tensor):
+        return func(*args, **kwargs)
+    if source.device.type != "cpu" or _target(watch, func, args, kwargs) != watch.device.type:
+        return func(*args, **kwargs)
+    return watch.constant(lambda: _as_tensor(func(*args, **kwargs)), lambda: source)
+
+
+def _target(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> str:
+    if func is Tensor.cuda:
+        return "cuda"
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device.type
+        if isinstance(value, str) and value.startswith("torch.cuda"):
+            return "cuda"
+        if isinstance(value, str) and value.startswith("torch."):
+            continue
+        device = _device_of(value)
+        if device is not None:
+            return device.type
+    return "cpu"
+
+
+def _copy_in(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object:
+    """Tensor.copy_ from a host tensor: the source becomes a constant, the copy stays a kernel."""
+    target = args[0]
+    source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+    if watch.device.type == "cpu" or not (isinstance(target, Tensor) and isinstance(source, Tensor)):
+        return func(*args, **kwargs)
+    if target.device.type != watch.device.type or source.device.type != "cpu":
+        return func(*args, **kwargs)
+    moved = watch.constant(lambda: source.to(target.device), lambda: source)
+    return func(target, moved)
+
+
+def _indexed(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object:
+    """Indexing with a Python list or a host tensor: the list becomes a constant index tensor."""
+    target, index = args[0], args[1]
+    if not isinstance(target, Tensor) or target.device.type != watch.device.type:
+        return func(*args, **kwargs)
+    parts = index if isinstance(index, tuple) else (index,)
+    moved = tuple(_index_part(watch, part, target.device) for part in parts)
+    if all(new is old for new, old in zip(moved, parts, strict=True)):
+        return func(*args, **kwargs)
+    return func(target, moved if isinstance(index, tuple) else moved[0], *args[2:], **kwargs)
+
+
+def _index_part(watch: Watch, part: object, device: torch.device) -> object:
+    if isinstance(part, (list, range)) and part and _is_int_list(part):
+        values = list(part)
+        return watch.constant(
+            lambda: torch.tensor(values, device=device), lambda: torch.tensor(values, device="cpu")
+        )
+    if isinstance(part, Tensor) and part.dim() and part.device.type == "cpu" != device.type:
+        source = part if part.dtype is not torch.bool else part.nonzero().flatten()
+        if part.dtype is torch.bool and part.dim() > 1:
+            return part
+        return watch.constant(lambda: source.to(device), lambda: source)
+    return part
+
+
+def _is_int_list(values: object) -> bool:
+    if isinstance(values, (list, range)):
+        return all(_is_int_list(item) for item in values)
+    return isinstance(values, int) and not isinstance(values, bool)
+
+
+def _host_read(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object:
+    """tolist, numpy, cpu, printing: reads of a device tensor that no op shows."""
+    source = args[0]
+    if isinstance(source, Tensor) and watch.is_device(source):
+        watch.host_read(f"Tensor.{getattr(func, '__name__', 'read')}")
+    return func(*args, **kwargs)
+
+
+_TABLE: dict[Function, Handler] = {
+    torch.tensor: _factory,
+    torch.as_tensor: _factory,
+    torch.asarray: _factory,
+    Tensor.new_tensor: _factory,
+    Tensor.to: _transfer,
+    Tensor.cuda: _transfer,
+    Tensor.type: _transfer,
+    Tensor.copy_: _copy_in,
+    Tensor.__getitem__: _indexed,
+    Tensor.__setitem__: _indexed,
+    Tensor.tolist: _host_read,
+    Tensor.numpy: _host_read,
+    Tensor.cpu: _host_read,
+    Tensor.__array__: _host_read,
+    Tensor.__repr__: _host_read,
+}
+
+HANDLERS: Mapping[Function, Handler] = MappingProxyType(_TABLE)

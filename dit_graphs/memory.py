@@ -1,0 +1,362 @@
+"""Owns what all graphs of one device share: pool, capture stream, locks, order, recovery.
+
+Must never know modules or signatures. The surprising fact: on torch 2.11 one failed capture makes
+its pool unusable, breaks `torch.randn` and stops `empty_cache` from releasing anything, so first
+attempts go to a scratch pool and a failure is healed by the steps in `recover`.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import CaptureAborted, Reason
+
+__all__ = ["CaptureGate", "CudaState", "DeviceState", "HostState", "Stopwatch", "device_state"]
+
+PoolId = tuple[int, int]
+_registry: dict[torch.device, DeviceState] = {}
+_registry_lock = threading.Lock()
+
+
+def device_state(device: torch.device) -> DeviceState:
+    """The one state of this device; made on first use."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    with _registry_lock:
+        found = _registry.get(device)
+        if found is None:
+            found = CudaState(device) if device.type == "cuda" else HostState(device)
+            _registry[device] = found
+        return found
+
+
+class CaptureGate:
+    """Wrapped calls pass shared; a capture needs the gate alone, and never waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._inside: dict[int, int] = {}
+        self._owner: int | None = None
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Held for one wrapped call; waits while another thread captures."""
+        me = threading.get_ident()
+        with self._lock:
+            while self._owner is not None and self._owner != me:
+                self._lock.wait()
+            self._inside[me] = self._inside.get(me, 0) + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside[me] -= 1
+                if not self._inside[me]:
+                    del self._inside[me]
+                self._lock.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Held for one capture. Raises `CaptureAborted` while another thread's call is inside."""
+        me = threading.get_ident()
+        with self._lock:
+            if self._owner is not None or any(other != me for other in self._inside):
+                raise CaptureAborted(Reason.CAPTURE_GATE_BUSY, "another thread is in a call")
+            self._owner = me
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._owner = None
+                self._lock.notify_all()
+
+
+class Stopwatch(Protocol):
+    """Times one span of device work; never synchronises."""
+
+    def stop(self) -> None: ...
+
+    def elapsed_ms(self, *, wait: bool = False) -> float | None: ...
+
+
+class GraphHolder(Protocol):
+    """Whoever keeps recordings on a device and can let all of them go."""
+
+    def drop_graphs(self) -> int: ...
+
+    def holds_graphs(self) -> bool: ...
+
+
+class DeviceState:
+    """What is true of any device; `HostState` and `CudaState` add how work is ordered."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gate = CaptureGate()
+        self.replay_lock = threading.RLock()
+        self.generation = 0
+        self.holders: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
+        self._replaying = 0
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Held from bind to hand-out. Raises `CaptureAborted` inside another replay's break."""
+        with self.replay_lock:
+            if self._replaying:
+                raise CaptureAborted(Reason.NESTED_REPLAY, "")
+            self._replaying += 1
+            try:
+                with self._ordered():
+                    yield
+            finally:
+                self._replaying -= 1
+
+    @contextmanager
+    def quiet_collector(self) -> Iterator[None]:
+        """No garbage collection inside: freeing an old graph during a capture is illegal."""
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    @contextmanager
+    def _ordered(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def capture_stream(self) -> Iterator[None]:
+        """Work inside runs on the capture stream, ordered after and before the caller's."""
+        yield
+
+    def stopwatch(self) -> Stopwatch:
+        raise CaptureAborted(Reason.NO_CUDA, "no clock")
+
+    def random_state(self) -> list[Tensor]:
+        """The default generator's state, for `set_random_state`."""
+        return [torch.get_rng_state()]
+
+    def set_random_state(self, state: list[Tensor]) -> None:
+        """The default generator continues from `state`."""
+        torch.set_rng_state(state[0])
+
+    needs_trial = False
+
+    def default_budget(self) -> int:
+        """The bytes "auto" allows graphs on this device."""
+        return 1 << 62
+
+    def pool_bytes(self) -> int:
+        """Bytes the shared graph pool reserves on the device."""
+        return 0
+
+    def driver_bytes(self) -> int:
+        """Bytes in use on the device outside torch's allocator."""
+        return 0
+
+    def reclaim(self) -> None:
+        """Cached blocks go back to the driver where no graph holds them."""
+
+    def check_can_capture(self) -> None:
+        """Raises `CaptureAborted` where a capture would fail for lack of memory or support."""
+
+    def settle(self) -> None:
+        """All replays have finished on the device."""
+
+    def retire(self) -> int:
+        """Every graph of the device is dropped and the next capture starts a new pool.
+
+        Returns how many graphs there were.
+        """
+        self.settle()
+        dropped = sum(holder.drop_graphs() for holder in list(self.holders))
+        self._new_pool()
+        self.generation += 1
+        return dropped
+
+    def _new_pool(self) -> None:
+        pass
+
+
+class HostState(DeviceState):
+    """CPU: calls are ordered by themselves."""
+
+    def stopwatch(self) -> Stopwatch:
+        return _HostWatch()
+
+
+class _HostWatch:
+    def __init__(self) -> None:
+        import time
+
+        self._clock = time.perf_counter
+        self._start = self._clock()
+        self._stop: float | None = None
+
+    def stop(self) -> None:
+        self._stop = self._clock()
+
+    def elapsed_ms(self, *, wait: bool = False) -> float | None:
+        return None if self._stop is None else (self._stop - self._start) * 1e3
+
+
+class _EventWatch:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._start.record(self._stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def elapsed_ms(self, *, wait: bool = False) -> float | None:
+        if wait:
+            self._end.synchronize()  # sync: a capture is about to be decided
+        elif not self._end.query():
+            return None
+        return float(self._start.elapsed_time(self._end))
+
+
+class CudaState(DeviceState):
+    """One pool and one capture stream; replays of a device run one after another."""
+
+    HEADROOM_BYTES = 256 << 20
+    needs_trial = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.stream = torch.cuda.Stream(device)
+        self._pool: PoolId | None = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._last_replay = torch.cuda.Event()
+
+    @property
+    def pool(self) -> PoolId:
+        """The shared pool of this generation."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            # an empty graph keeps the pool's use count above zero while all others come and go
+            self._anchor = self._trivial_graph(self._pool)
+        return self._pool
+
+    def _trivial_graph(self, pool: PoolId) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        seed = torch.zeros(1, device=self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            self.stream.wait_stream(torch.cuda.default_stream(self.device))
+            torch._C._cuda_clearCublasWorkspaces()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            seed.add_(0)
+            graph.capture_end()
+        return graph
+
+    @contextmanager
+    def _ordered(self) -> Iterator[None]:
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self._last_replay)
+            try:
+                yield
+            finally:
+                self._last_replay.record(stream)
+
+    @contextmanager
+    def capture_stream(self) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        self.stream.wait_event(self._last_replay)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            caller.wait_stream(self.stream)
+
+    def stopwatch(self) -> Stopwatch:
+        return _EventWatch(self.device)
+
+    def _generator(self) -> torch.Generator:
+        torch.cuda.init()
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+
+    def random_state(self) -> list[Tensor]:
+        return [torch.get_rng_state(), self._generator().get_state()]
+
+    def set_random_state(self, state: list[Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        self._generator().set_state(state[1])
+
+    def pool_bytes(self) -> int:
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(
+            int(segment["total_size"])
+            for segment in segments
+            if tuple(segment.get("segment_pool_id", ())) == tuple(self._pool)
+            and segment.get("device", 0) == self.device.index
+        )
+
+    def default_budget(self) -> int:
+        # half of what is left, so that an eager VAE decode keeps its activation peak
+        free, _ = torch.cuda.mem_get_info(self.device)
+        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return (int(free) + idle + self.pool_bytes()) // 2
+
+    def driver_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free - torch.cuda.memory_reserved(self.device))
+
+    def reclaim(self) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
+    def check_can_capture(self) -> None:
+        if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+            raise CaptureAborted(Reason.ALLOCATOR, "cudaMallocAsync")
+        if torch.cuda.mem_get_info(self.device)[0] >= self.HEADROOM_BYTES:
+            return
+        self.reclaim()  # cached blocks of the default pool are useless to a graph's pool
+        free = torch.cuda.mem_get_info(self.device)[0]
+        if free < self.HEADROOM_BYTES:
+            raise CaptureAborted(Reason.LOW_MEMORY, f"{free >> 20} MiB free on the device")
+
+    def settle(self) -> None:
+        self._last_replay.synchronize()  # sync: buffers a replay reads are about to be freed
+
+    def _new_pool(self) -> None:
+        if self._anchor is not None:
+            self._anchor.reset()
+        self._anchor, self._pool = None, None
+        torch._C._cuda_clearCublasWorkspaces()
+        self.reclaim()
+
+    def recover(self, pool: PoolId) -> None:
+        """After a capture into `pool` failed: allocator, generator and cache work again.
+
+        The order is the one measured to work on torch 2.11 and harmless on newer releases.
+        """
+        index = self.device.index
+        for heal in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            try:
+                heal(index, pool)
+            except RuntimeError:  # newer torch has done this step itself
+                continue
+        throwaway = torch.cuda.graph_pool_handle()
+        self._trivial_graph(throwaway).reset()
+        torch._C._cuda_clearCublasWorkspaces()
+        if self._pool is not None and tuple(pool) == tuple(self._pool):
+            # the shared pool itself is ruined: older graphs keep replaying, new ones start afresh
+            self._pool, self._anchor = None, None
+            self.generation += 1

@@ -1,0 +1,133 @@
+"""Owns the fingerprint of a module tree: its weights' addresses and its plain Python state.
+
+Must never know what a hook or processor means. The surprising fact: IP-Adapter scales, FreeU
+factors and attention processors live in ordinary Python attributes that no argument shows, so
+every number, string and container of them in the tree belongs to a graph's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .tree import Identity, UnknownLeaf, freeze
+
+__all__ = ["ModuleState", "sweep"]
+
+_INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+_LEAF_LIMIT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleState:
+    """`weights`: what a graph's baked addresses point at. `python`: what picks its kernels."""
+
+    weights: tuple[Hashable, ...]
+    caches: tuple[Hashable, ...]
+    python: tuple[tuple[str, Hashable], ...]
+    hooked: tuple[str, ...]
+    compiled: tuple[str, ...]
+    devices: frozenset[torch.device]
+    cache_tensors: tuple[Tensor, ...]
+
+    def changed_attributes(self, other: ModuleState) -> frozenset[str]:
+        """Names of the plain attributes whose value differs between two sweeps."""
+        mine, theirs = dict(self.python), dict(other.python)
+        names = mine.keys() | theirs.keys()
+        return frozenset(n for n in names if mine.get(n) != theirs.get(n))
+
+
+def tensor_key(tensor: Tensor) -> Hashable:
+    """Address, dtype and layout of a tensor; subclasses by their inner tensors."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return (type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape)
+    names, context = flatten()
+    inner = tuple(tensor_key(getattr(tensor, name)) for name in names)
+    return (type(tensor), inner, repr(context))
+
+
+class _Sweep:
+    def __init__(self, volatile: frozenset[str]) -> None:
+        self.volatile = volatile
+        self.weights: list[Hashable] = []
+        self.caches: list[Tensor] = []
+        self.python: list[tuple[str, Hashable]] = []
+        self.hooked: list[str] = []
+        self.compiled: list[str] = []
+        self.devices: set[torch.device] = set()
+        self.seen: set[int] = set()
+
+    def visit(self, path: str, module: nn.Module) -> None:
+        attributes = module.__dict__
+        impl = attributes.get("_compiled_call_impl")
+        if "_orig_mod" in attributes["_modules"] or not getattr(impl, "keeps_eager", impl is None):
+            self.compiled.append(path or "the module itself")
+        for table in ("_parameters", "_buffers"):
+            for tensor in attributes[table].values():
+                if tensor is not None:
+                    self.weights.append(tensor_key(tensor))
+                    self.devices.add(tensor.device)
+        for table in _HOOK_TABLES:
+            if attributes[table]:
+                self.hooked.append(path or "the module itself")
+                hooks = tuple(Identity(hook) for hook in attributes[table].values())
+                self.python.append((f"{path}.{table}", hooks))
+        for name, value in attributes.items():
+            if name not in _INTERNAL:
+                self.attribute(f"{path}.{name}", value)
+
+    def attribute(self, name: str, value: object, depth: int = 0) -> None:
+        if name in self.volatile:
+            return
+        if isinstance(value, nn.Module):
+            return
+        found: list[Tensor] = []
+        try:
+            key = freeze(value, found, limit=_LEAF_LIMIT)
+        except UnknownLeaf:
+            self.opaque(name, value, depth)
+            return
+        self.caches.extend(found)
+        self.python.append((name, key))
+
+    def opaque(self, name: str, value: object, depth: int) -> None:
+        """An object with identity, one level of whose own plain state counts too."""
+        if isinstance(value, (list, tuple)) and len(value) <= _LEAF_LIMIT and depth < 2:
+            for index, item in enumerate(value):
+                self.attribute(f"{name}[{index}]", item, depth + 1)
+            return
+        self.python.append((name, Identity(value)))
+        own = getattr(value, "__dict__", None)
+        if depth >= 2 or not isinstance(own, dict) or id(value) in self.seen or callable_only(value):
+            return
+        self.seen.add(id(value))
+        for key, item in list(own.items()):
+            self.attribute(f"{name}.{key}", item, depth + 1)
+
+
+def callable_only(value: object) -> bool:
+    """Whether the object is a plain function or class, whose attributes are not state."""
+    return isinstance(value, type) or hasattr(value, "__code__") or hasattr(value, "__func__")
+
+
+def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleState:
+    """The state of the whole tree now, without the attributes named in `volatile`."""
+    state = _Sweep(volatile)
+    for path, child in module.named_modules():
+        state.visit(path, child)
+    return ModuleState(
+        weights=tuple(state.weights),
+        caches=tuple(tensor_key(tensor) for tensor in state.caches),
+        python=tuple(state.python),
+        hooked=tuple(state.hooked),
+        compiled=tuple(state.compiled),
+        devices=frozenset(state.devices),
+        cache_tensors=tuple(state.caches),
+    )

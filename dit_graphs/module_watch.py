@@ -1,0 +1,119 @@
+"""Owns the question "is the module still what its graphs were captured from?".
+
+Must never know graphs. The surprising fact: forwards change their own module (rope tables filled
+on first use, last shapes remembered), and such changes must not look like the user's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from .errors import Reason
+from .module_state import ModuleState, sweep
+
+__all__ = ["Change", "ModuleWatch"]
+
+Change = Literal["weights", "caches"]
+_KEPT_REQUESTS = 16
+_TIRED = 3  # an attribute the forward changed this often is no longer part of the key
+
+
+class ModuleWatch:
+    """Sweeps a module tree once per request and numbers its Python states."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.refusal: tuple[Reason, str] | None = None
+        self.ran_eager = False
+        self._base: ModuleState | None = None
+        self._ids: dict[Hashable, int] = {}
+        self._id = 0
+        self._checked: list[int] = []
+        self._volatile: frozenset[str] = frozenset()
+        self._changes: Counter[str] = Counter()
+        self._moved = 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the weights lay at the last sweep; None where there are none or several places."""
+        devices = self._base.devices if self._base is not None else frozenset()
+        return next(iter(devices)) if len(devices) == 1 else None
+
+    def is_current(self, number: int | None) -> bool:
+        """Whether this request was checked and nothing said it changed since."""
+        return number is not None and number in self._checked and self.refusal is None
+
+    def forget(self) -> None:
+        """The next call sweeps again, whatever its request."""
+        self._checked.clear()
+
+    def state_id(self, number: int | None) -> int:
+        """The number of the current Python state: equal states, equal numbers."""
+        return self._id
+
+    def refresh(self, number: int | None) -> Change | None:
+        """Sweeps; says whether weights moved or only cached tensors and plain state did."""
+        before, now = self._base, sweep(self.module, self._volatile)
+        self._base = now
+        change: Change | None = None
+        if before is not None and now.weights != before.weights:
+            change = "weights"
+        elif before is not None and now.caches != before.caches:
+            change = "caches" if self.ran_eager else "weights"
+        if before is not None and self.ran_eager and now.python != before.python:
+            change = self._tire(before, now) or change
+        self._id = self._number(self._base.python)
+        self.ran_eager = False
+        self.refusal = _refusal(self._base)
+        if number is not None:
+            self._checked = [*self._checked[-_KEPT_REQUESTS:], number]
+        return change
+
+    def _tire(self, before: ModuleState, now: ModuleState) -> Change | None:
+        """Counts attributes that keep changing around eager calls; drops the restless ones."""
+        self._changes.update(now.changed_attributes(before))
+        restless = {name for name, count in self._changes.items() if count >= _TIRED}
+        if restless <= self._volatile:
+            return None
+        self._volatile |= restless
+        self._base = sweep(self.module, self._volatile)
+        return "caches"
+
+    def _number(self, python: Hashable) -> int:
+        return self._ids.setdefault(python, len(self._ids))
+
+    def adopt_changes(self) -> tuple[Reason, str] | None:
+        """After an eager pass: what the forward itself changed is the state it was keyed under.
+
+        Returns a reason where weights keep moving inside the call, so that no graph can work.
+        """
+        before, now = self._base, sweep(self.module, self._volatile)
+        if before is None:
+            return None
+        self._base = now
+        self._ids.setdefault(now.python, self._id)
+        if now.weights == before.weights:
+            return None
+        self._moved += 1
+        if self._moved < 2:
+            return None
+        return Reason.OFFLOAD, "weights change their address during the call"
+
+
+def _refusal(state: ModuleState) -> tuple[Reason, str] | None:
+    devices = {device for device in state.devices if device.type != "meta"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        return Reason.OTHER_DEVICE, f"weights lie on {names}"
+    if torch.device("meta") in state.devices:
+        return Reason.OFFLOAD, "weights are on the meta device"
+    if state.compiled:
+        return Reason.COMPILED, f"{state.compiled[0]} is compiled"
+    if state.hooked:
+        return Reason.HOOKS, f"on {state.hooked[0]}"
+    return None

@@ -1,0 +1,514 @@
+"""Owns one wrapped method: sign, look up, bind, replay, hand out. The front door; read it first.
+
+Must never know CUDA or a model. The surprising fact: the first calls of a signature teach, and
+their eager results are returned: one plain, one observed and captured, one compared. From then on
+calls replay, and a call whose unproven input changes for the first time is compared again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .ambient import ambient_state, foreign_mode
+from .cache import Entry, GraphCache, State
+from .capture import Capturer, Forward
+from .config import BackendName, GraphConfig
+from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
+from .memory import device_state
+from .module_watch import ModuleWatch
+from .request import Request, current_request
+from .signature import CallForm, Signature, sign
+from .stats import RunnerStats, log
+from .tree import UnknownLeaf
+from .verify import Verdict, verify_call
+from .watch import BreakPolicy
+
+__all__ = ["GraphRunner", "RunnerOptions"]
+
+Eager = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """What a runner is told about its method besides the config."""
+
+    component: str = "module"
+    label: str = ""
+    key: Callable[[], Hashable] | None = None
+    ignore: tuple[str, ...] = ()
+    policy: BreakPolicy = BreakPolicy()
+    guard: Callable[[], tuple[Reason, str] | None] | None = None
+    describe: Callable[[Signature], str] | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, normalised: `tensors` are its tensor leaves in freeze order."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    tensors: list[Tensor]
+    request: Request | None
+
+
+class GraphRunner:
+    """Serves calls of `eager` (a method of `module`) from graphs where that is proven equal."""
+
+    def __init__(
+        self, module: nn.Module, eager: Eager, config: GraphConfig, options: RunnerOptions
+    ) -> None:
+        self.module = module
+        self.eager = eager
+        self.config = config
+        self.options = options
+        self.stats = RunnerStats(options.label or options.component)
+        self.disabled = 0
+        self.cache = GraphCache(config.max_graphs, self._evict)
+        self._form = CallForm(_signature_source(module, eager), options.ignore)
+        self._watch = ModuleWatch(module)
+        self._settle_on(_device_of(module))
+
+    def _settle_on(self, device: torch.device) -> None:
+        """Serve a module that lies on `device` from now on."""
+        self.device = device
+        self.state = device_state(device)
+        self.state.holders.add(self)
+        self.backend = _resolve_backend(self.config.backend_for(self.options.component), device)
+        ignore = frozenset(self.options.ignore)
+        forward = Forward(self.module, self.call_eager, device, ignore)
+        self._capturer = Capturer(
+            forward, self.state, self.config, self.backend, self.stats, self.options.component
+        )
+
+    # The call, top to bottom.
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The method's result: replayed, or eager with a counted reason."""
+        reason = self._bypass()
+        if reason is not None:
+            return self._fall_back(reason, "", args, kwargs)
+        with self.state.gate.shared():
+            try:
+                call, entry = self._look_up(args, kwargs)
+            except CaptureAborted as refusal:
+                return self._fall_back(refusal.reason, refusal.detail, args, kwargs)
+            return self._serve(entry, call)
+
+    def _bypass(self) -> Reason | None:
+        if self.disabled or self.backend == "off":
+            return Reason.DISABLED
+        if os.environ.get("DIT_GRAPHS", "").lower() == "off":
+            return Reason.KILL_SWITCH
+        if self.backend == "none":
+            here = _device_of(self.module)
+            if here == self.device:
+                return Reason.NO_CUDA
+            self._settle_on(here)
+        return foreign_mode(self.device)
+
+    def _look_up(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Call, Entry]:
+        """The call's entry, new or known. Raises `CaptureAborted` with the reason for eager."""
+        request = current_request()
+        number = request.number if request is not None else None
+        self._check_module(request)
+        args, kwargs = self._form.normalise(args, kwargs)
+        tensors: list[Tensor] = []
+        extra = (
+            self._watch.state_id(number),
+            self.options.key() if self.options.key is not None else None,
+        )
+        try:
+            keyed = self._form.keyed(kwargs)
+            signature = sign((args, keyed) if args else keyed, ambient_state(self.device), extra, tensors)
+        except UnknownLeaf as leaf:
+            if leaf.kind == "size":
+                raise CaptureAborted(Reason.SIGNATURE_TOO_LARGE) from None
+            raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, leaf.kind) from None
+        call = Call(args, kwargs, tensors, request)
+        entry = self.cache.find(signature, number)
+        if entry is None:
+            self._check_tensors(tensors)
+            if self.cache.varies(signature):
+                raise CaptureAborted(Reason.VARYING_SCALAR, signature.describe())
+            entry = self.cache.add(signature, self.options.policy, number)
+        if request is not None:
+            request.count(signature)
+        return call, entry
+
+    def _serve(self, entry: Entry, call: Call) -> object:
+        if entry.state is State.READY:
+            return self._replay(entry, call)
+        if entry.state is State.CAPTURED:
+            return self._compare(entry, call)
+        blocked = entry.plan.blocked or entry.blocked
+        if entry.state is State.BLOCKED or entry.plan.blocked:
+            if not entry.retry_after or entry.uses < entry.retry_after or entry.plan.blocked:
+                assert blocked is not None
+                return self._fall_back(*blocked, call.args, call.kwargs)
+            entry.state, entry.blocked = State.SEEN, None
+        return self._learn(entry, call)
+
+    # Learning: plain, then observed and captured.
+    def _learn(self, entry: Entry, call: Call) -> object:
+        if self.config.capture == "warmup_only" and not self._capturer.is_warming_up:
+            return self._fall_back(Reason.WARMUP_ONLY, "", call.args, call.kwargs)
+        first = entry.state is State.COLD
+        if first and self.config.capture != "first_use" and not self._capturer.is_warming_up:
+            result = self._plain(entry, call)
+            if self._capturer.may_capture_now(entry, call.request):
+                self._capture(entry, call)
+            return result
+        if not self._capturer.admits(entry, call.request):
+            return self._plain(entry, call, Reason.NOT_ADMITTED)
+        return self._observe_and_capture(entry, call)
+
+    def _plain(self, entry: Entry, call: Call, reason: Reason = Reason.WARMING_UP) -> object:
+        clock, started = self.state.stopwatch(), time.perf_counter()
+        result = self._fall_back(reason, "", call.args, call.kwargs)
+        host_ms = (time.perf_counter() - started) * 1e3
+        clock.stop()
+        self._capturer.note_eager(entry, clock, host_ms)
+        if entry.state is State.COLD:
+            entry.state = State.SEEN
+            moved = self._watch.adopt_changes()
+            if moved is not None:
+                entry.plan.blocked = moved
+        return result
+
+    def _observe_and_capture(self, entry: Entry, call: Call) -> object:
+        entry.state = State.SEEN
+        if not self._make_room(entry):
+            return self._fall_back(Reason.MAX_GRAPHS, self._room_detail(), call.args, call.kwargs)
+        try:
+            result = self._capturer.observe(entry, call.args, call.kwargs, call.tensors)
+        except CaptureAborted as refusal:
+            self._refuse(entry, refusal)
+            return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
+        self.stats.count_eager(Reason.WARMING_UP)
+        self._watch.adopt_changes()
+        if self._capturer.is_observed(entry):
+            self._capture(entry, call)
+            if self.config.capture == "first_use" and entry.state is State.CAPTURED:
+                self._prove_by_perturbing(entry, call)
+        return result
+
+    def _capture(self, entry: Entry, call: Call) -> None:
+        """The entry holds a graph afterwards, or is blocked with a reason."""
+        if not self._make_room(entry):
+            return
+        try:
+            self._capturer.capture(entry, call.args, call.kwargs, call.tensors)
+        except CaptureAborted as refusal:
+            self._refuse(entry, refusal)
+            return
+        self.stats.captures += 1
+        assert entry.recording is not None
+        log.info(
+            "%s: captured %s: %s, %d segments, %d breaks, %.0f ms, %.1f MiB",
+            self.stats.component, self.describe(entry.signature), entry.backend,
+            entry.recording.segments, entry.recording.breaks, entry.capture_ms,
+            entry.recording.nbytes / 2**20,
+        )  # fmt: skip
+        if self.config.verify is False:
+            assert entry.inputs is not None
+            entry.inputs.prove(list(range(len(call.tensors))))
+            entry.state = State.READY
+
+    def _refuse(self, entry: Entry, refusal: CaptureAborted) -> None:
+        """Remembers why this signature has no graph, and when to try again."""
+        entry.release()
+        if refusal.reason in (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY):
+            entry.attempts += 1
+            entry.block(refusal.reason, refusal.detail, entry.uses + 2 ** min(entry.attempts, 6))
+        elif refusal.reason in (Reason.LOW_MEMORY, Reason.OUT_OF_MEMORY):
+            entry.attempts += 1
+            entry.block(refusal.reason, refusal.detail, entry.uses + 32 * entry.attempts)
+        else:
+            entry.block(refusal.reason, refusal.detail)
+        # counted where the eager call happens; told here because that may be the next call
+        if refusal.reason not in self.stats.details:
+            log.warning("%s: no graph (%s): %s", self.stats.component, refusal.reason, refusal.detail)
+
+    # Serving from a graph.
+    def _replay(self, entry: Entry, call: Call) -> object:
+        assert entry.recording is not None and entry.inputs is not None
+        if self.config.verify == "always" or entry.inputs.changed_unproven(call.tensors):
+            return self._compare(entry, call)
+        random = self.state.random_state() if entry.recording.breaks else None
+        try:
+            with self.state.replaying():
+                self._hold_bound(entry, call)
+                entry.inputs.bind(call.tensors)
+                entry.recording.replay()
+                result = entry.hand_out()
+                entry.inputs.copy_back(call.tensors, entry.inputs.rebind_always)
+        except BreakFailed as failure:
+            if random is not None:
+                self.state.set_random_state(random)
+            return self._drop(entry, call, failure.reason, failure.detail)
+        except CaptureAborted as refusal:  # a replay inside a break of another replay
+            return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
+        except torch.OutOfMemoryError:
+            return self._out_of_memory(call)
+        entry.replays += 1
+        self.stats.count_replay()
+        return result
+
+    def _compare(self, entry: Entry, call: Call) -> object:
+        self._hold_bound(entry, call)
+        self.stats.compares += 1
+        try:
+            verdict = verify_call(
+                self.state, entry, call.tensors, lambda: self.call_eager(*call.args, **call.kwargs)
+            )
+        except BreakFailed as failure:
+            return self._drop(entry, call, failure.reason, failure.detail)
+        except CaptureAborted as refusal:
+            return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
+        except torch.OutOfMemoryError:
+            return self._out_of_memory(call)
+        reason = Reason.WARMING_UP
+        if verdict.reason is not None:
+            reason = verdict.reason
+            self._settle_release(entry)
+            entry.block(reason, verdict.detail)
+        elif entry.state is State.CAPTURED:
+            self._accept(entry, verdict)
+        self.stats.count_eager(reason, verdict.detail)
+        if self.config.strict and reason is not Reason.WARMING_UP:
+            raise FallbackError(reason, verdict.detail)
+        return verdict.result
+
+    def _accept(self, entry: Entry, verdict: Verdict) -> None:
+        """The graph was equal: it serves from now on, unless it saves nothing."""
+        entry.state = State.READY
+        entry.replay_ms, entry.eager_ms = verdict.replay_ms, verdict.eager_ms
+        if self._capturer.is_worthless(entry):
+            detail = f"{entry.eager_ms:.1f} ms eager, {entry.replay_ms:.1f} ms from a graph"
+            self._settle_release(entry)
+            entry.block(Reason.COMPUTE_BOUND, detail)
+
+    def _prove_by_perturbing(self, entry: Entry, call: Call) -> None:
+        """first_use: compares at once, on inputs the capture did not see."""
+        if self.config.verify is False:
+            return
+        assert entry.inputs is not None
+        try:
+            verdict = self._capturer.compare_perturbed(entry, call.args, call.kwargs)
+        except (BreakFailed, CaptureAborted) as failure:
+            self._settle_release(entry)
+            entry.block(failure.reason, failure.detail)
+            return
+        if verdict.reason is not None:
+            self._settle_release(entry)
+            entry.block(verdict.reason, verdict.detail)
+        else:
+            entry.state = State.READY
+
+    def _drop(self, entry: Entry, call: Call, reason: Reason, detail: str) -> object:
+        """A break did something new: this replay never happened, the graph goes."""
+        self._settle_release(entry)
+        entry.drops += 1
+        self.stats.invalidations += 1
+        if entry.drops > 1:
+            entry.block(reason, detail)
+        return self._fall_back(reason, detail, call.args, call.kwargs)
+
+    def _out_of_memory(self, call: Call) -> object:
+        held = self.state.pool_bytes()
+        self.state.retire()
+        detail = f"{held >> 20} MiB of graphs were released"
+        return self._fall_back(Reason.OUT_OF_MEMORY, detail, call.args, call.kwargs)
+
+    # Eager.
+    def call_eager(self, *args: object, **kwargs: object) -> object:
+        """The wrapped method itself, as it was before wrapping."""
+        return self.eager(*args, **kwargs)
+
+    def _fall_back(
+        self, reason: Reason, detail: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        self.stats.count_eager(reason, detail)
+        self._watch.ran_eager = True
+        if self.config.strict and reason is not Reason.WARMING_UP:
+            raise FallbackError(reason, detail)
+        try:
+            return self.call_eager(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            held = self.state.pool_bytes()
+            if not self.state.retire():
+                raise
+            log.warning(
+                "%s: out of memory; %d MiB of graphs released, trying once more",
+                self.stats.component, held >> 20,
+            )  # fmt: skip
+            self.stats.count_eager(Reason.OUT_OF_MEMORY, f"{held >> 20} MiB of graphs released")
+        return self.call_eager(*args, **kwargs)
+
+    # Keeping the graphs true.
+    def _check_module(self, request: Request | None) -> None:
+        """Once per request (or call): the weights, hooks and Python state are as captured."""
+        number = request.number if request is not None else None
+        if self._watch.is_current(number):
+            return
+        change = self._watch.refresh(number)
+        here = self._watch.device
+        if here is not None and here != self.device:
+            self.drop_graphs()
+            self._settle_on(here)
+            if self.backend == "none":
+                raise CaptureAborted(Reason.NO_CUDA, str(here))
+        if change == "weights" and self.cache.held():
+            self.drop_graphs()
+            self.stats.invalidations += 1
+            log.info("%s: weights changed; graphs dropped", self.stats.component)
+        elif change == "caches":
+            for entry in self.cache.held():
+                entry.state = State.CAPTURED  # compared once more before it serves again
+        refusal = self._watch.refusal
+        if refusal is None and self.options.guard is not None:
+            refusal = self.options.guard()
+        self._watch.refusal = refusal
+        if refusal is not None:
+            raise CaptureAborted(*refusal)
+
+    def _check_tensors(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+                raise CaptureAborted(Reason.TENSOR_SUBCLASS, type(tensor).__name__)
+            if tensor.layout is not torch.strided or tensor.device.type == "meta":
+                raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, str(tensor.layout))
+            if tensor.device != self.device and tensor.device.type != "cpu":
+                raise CaptureAborted(Reason.OTHER_DEVICE, str(tensor.device))
+
+    def _hold_bound(self, entry: Entry, call: Call) -> None:
+        """The caller's tensors are remembered until the request ends, not longer."""
+        if call.request is not None and entry.inputs is not None:
+            call.request.at_end(entry, entry.forget_bound)
+
+    def mark_changed(self) -> None:
+        """A mutator ran (LoRA, processors, `.to`): the next call checks the module again."""
+        self._watch.forget()
+
+    def _make_room(self, entry: Entry) -> bool:
+        if not entry.is_held and not self.cache.make_room(entry):
+            entry.block(Reason.MAX_GRAPHS, self._room_detail(), entry.uses + 1)
+            return False
+        return True
+
+    def _room_detail(self) -> str:
+        held = [e.recording.nbytes for e in self.cache.held() if e.recording is not None]
+        per_graph = max(held, default=0)
+        return f"max_graphs={self.config.max_graphs}; one more needs about {per_graph >> 20} MiB"
+
+    def _settle_release(self, entry: Entry) -> None:
+        self.state.settle()
+        entry.release()
+
+    def _evict(self, entry: Entry) -> None:
+        log.info("%s: evicted %s", self.stats.component, self.describe(entry.signature))
+        self._settle_release(entry)
+        self.stats.evictions += 1
+
+    def drop_graphs(self) -> int:
+        """Closes every graph of this runner; signatures stay known. Returns how many."""
+        self.state.settle()
+        return self.cache.release_all()
+
+    def close(self) -> None:
+        """All graph memory of this runner is released; the last one also frees the pool."""
+        self.drop_graphs()
+        self.cache.entries.clear()
+        self.state.holders.discard(self)
+        if not any(holder.holds_graphs() for holder in list(self.state.holders)):
+            self.state.retire()
+
+    def holds_graphs(self) -> bool:
+        """Whether any graph is held."""
+        return bool(self.cache.held())
+
+    def report(self) -> dict[str, object]:
+        """Counters and one record per held graph, JSON-serialisable."""
+        return {
+            **self.stats.as_dict(),
+            "backend": self.backend,
+            "device": str(self.device),
+            "pool_bytes": self.state.pool_bytes(),
+            "graphs": [self._record(entry) for entry in self.cache.held()],
+        }
+
+    def _record(self, entry: Entry) -> dict[str, object]:
+        recording, inputs = entry.recording, entry.inputs
+        assert recording is not None and inputs is not None
+        return {
+            "signature": self.describe(entry.signature),
+            "backend": entry.backend,
+            "state": entry.state.value,
+            "segments": recording.segments,
+            "breaks": recording.breaks,
+            "captured_fraction": recording.captured_fraction,
+            "nbytes": recording.nbytes + inputs.nbytes,
+            "capture_ms": entry.capture_ms,
+            "replays": entry.replays,
+            "eager_ms": entry.eager_ms,
+            "replay_ms": entry.replay_ms,
+            "verified": f"{sum(inputs.proven)}/{len(inputs.proven)} leaves",
+        }
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Inside, captures happen without admission (also under warmup_only)."""
+        return self._capturer.warming_up()
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Inside, every call is eager."""
+        self.disabled += 1
+        try:
+            yield
+        finally:
+            self.disabled -= 1
+
+    def explain_misses(self) -> Iterator[str]:
+        """For signatures without a graph: why, and how they differ from the nearest graph."""
+        for entry in list(self.cache.entries.values()):
+            if entry.is_held:
+                continue
+            reason = entry.plan.blocked or entry.blocked
+            why = f"{reason[0]}: {reason[1]}" if reason is not None else entry.state.value
+            yield f"  no graph for {self.describe(entry.signature)}: {why}".rstrip()
+            nearest = self.cache.nearest(entry.signature)
+            if nearest is not None:
+                yield from (f"    {line}" for line in nearest.diff(entry.signature)[:6])
+
+    def describe(self, signature: Signature) -> str:
+        """A signature in the component's own words."""
+        if self.options.describe is not None:
+            return self.options.describe(signature)
+        return signature.describe()
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _resolve_backend(name: BackendName, device: torch.device) -> str:
+    """What "auto" means on this device; "none" where no graph is possible."""
+    if name == "off":
+        return "off"
+    if device.type == "cuda":
+        return name
+    return name if name in ("recorded", "debug") else "none"
+
+
+def _signature_source(module: nn.Module, eager: Eager) -> Eager:
+    if getattr(eager, "__func__", None) is nn.Module._call_impl:
+        return module.forward
+    return eager

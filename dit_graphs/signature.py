@@ -1,0 +1,228 @@
+"""Owns `Signature`: the exact, hashable name of one call, and how two of them differ.
+
+Must never know modules' weights, graphs or devices' state. The surprising fact: call style is
+normalised away (positional, keyword and left-out defaults give one signature) but nothing else
+is: `True`, `1` and `1.0` are three signatures, and None is not a tensor of zeros.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .tree import LeafKeys, freeze
+
+__all__ = ["CallForm", "Signature", "TensorSpec", "registered_leaves", "register_leaf", "sign"]
+
+_NUMBERS = (int, float)
+_leaf_keys: dict[type, Callable[[object], Hashable]] = {}
+
+
+def register_leaf(kind: type, key: Callable[[object], Hashable]) -> None:
+    """From now on objects of exactly `kind` enter signatures as `key(object)`.
+
+    `key` must return a hashable value that changes whenever the object would change the result.
+    """
+    if not isinstance(kind, type):
+        raise TypeError(f"register_leaf: expected a type, got {kind!r}")
+    if not callable(key):
+        raise TypeError(f"register_leaf: expected a function as key, got {key!r}")
+    _leaf_keys[kind] = key
+
+
+def registered_leaves() -> LeafKeys:
+    """The registered leaf types, as a read-only view."""
+    return _leaf_keys
+
+
+class TensorSpec(NamedTuple):
+    """What a kernel sees of a tensor besides its values; `group` links leaves of one storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    group: int
+
+    def __str__(self) -> str:
+        size = "×".join(map(str, self.shape)) or "scalar"
+        return f"{size} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """Equal exactly where one graph may serve both calls. Hash is computed once."""
+
+    structure: Hashable
+    tensors: tuple[TensorSpec, ...]
+    ambient: Hashable
+    extra: Hashable
+    _hash: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Signature)
+            and self._hash == other._hash
+            and self.structure == other.structure
+            and self.tensors == other.tensors
+            and self.ambient == other.ambient
+            and self.extra == other.extra
+        )
+
+    def argument_structure(self) -> Hashable:
+        """The signature without sizes: what decides which code path the forward takes."""
+        dtypes = tuple((spec.dtype, spec.device.type, len(spec.shape)) for spec in self.tensors)
+        return (_mask(self.structure), dtypes)
+
+    def without_numbers(self) -> Hashable:
+        """The signature with every Python int and float leaf replaced by its type."""
+        return (_mask(self.structure), self.tensors, self.ambient, self.extra)
+
+    def numbers(self) -> tuple[object, ...]:
+        """The Python int and float leaves, in order."""
+        found: list[object] = []
+        _collect_numbers(self.structure, found)
+        return tuple(found)
+
+    def describe(self) -> str:
+        """The call in words: each argument with its shape and dtype, other leaves by value."""
+        return ", ".join(f"{name} {text}" for name, text in self._leaves().items()) or "no args"
+
+    def diff(self, other: Signature) -> list[str]:
+        """One line per leaf or setting in which `other` differs from this signature."""
+        mine, theirs = self._leaves(), other._leaves()
+        lines = [
+            f"{name}: {mine.get(name, 'absent')} → {theirs.get(name, 'absent')}"
+            for name in [*mine, *(n for n in theirs if n not in mine)]
+            if mine.get(name) != theirs.get(name)
+        ]
+        specs = zip(self.tensors, other.tensors, strict=False)
+        if not lines and any(a.stride != b.stride for a, b in specs):
+            lines.append("tensor strides differ")
+        if not lines and self.tensors != other.tensors:
+            lines.append("tensor devices or shared storages differ")
+        if self.ambient != other.ambient:
+            lines.append(f"settings: {self.ambient} → {other.ambient}")
+        if self.extra != other.extra:
+            lines.append("module state (adapters, scales, processors or flags) differs")
+        return lines
+
+    def _leaves(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        _name_leaves(self.structure, "", iter(self.tensors), found)
+        return found
+
+
+def _mask(node: Hashable) -> Hashable:
+    if isinstance(node, tuple):
+        if len(node) == 2 and node[0] in _NUMBERS:
+            return node[0]
+        return tuple(_mask(item) for item in node)
+    return node
+
+
+def _collect_numbers(node: Hashable, found: list[object]) -> None:
+    if isinstance(node, tuple):
+        if len(node) == 2 and node[0] in _NUMBERS:
+            found.append(node[1])
+            return
+        for item in node:
+            _collect_numbers(item, found)
+
+
+def _name_leaves(node: Hashable, path: str, specs: object, found: dict[str, str]) -> None:
+    if node is Tensor:
+        found[path] = str(next(specs))  # type: ignore[call-overload]
+        return
+    if not (isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], type)):
+        return
+    kind, value = node
+    if issubclass(kind, Mapping):
+        for key, child in value:
+            _name_leaves(child, f"{path}.{key}" if path else str(key), specs, found)
+    elif issubclass(kind, (tuple, list)) and kind is not torch.Size:
+        for index, child in enumerate(value):
+            _name_leaves(child, f"{path}[{index}]", specs, found)
+    elif value is not None:
+        found[path] = str(float.fromhex(value) if kind is float else value)
+
+
+class CallForm:
+    """The parameters of one forward; turns a call in any style into one canonical mapping."""
+
+    __slots__ = ("_defaults", "_free_form", "_ignore", "_names")
+
+    def __init__(self, fn: Callable[..., object], ignore: tuple[str, ...] = ()) -> None:
+        parameters = inspect.signature(fn).parameters.values()
+        kinds = {p.kind for p in parameters}
+        self._names = tuple(
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.POSITIONAL_ONLY)
+        )
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+        self._free_form = any(kind in kinds for kind in variadic)
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self._ignore = frozenset(ignore)
+
+    def normalise(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """The call as (positional, named); named in parameter order, plain defaults left out."""
+        if self._free_form or len(args) > len(self._names):
+            return args, dict(kwargs)
+        given = dict(zip(self._names, args, strict=False))
+        if any(name in given for name in kwargs):
+            return args, dict(kwargs)  # a duplicate: the forward itself raises
+        given.update(kwargs)
+        named: dict[str, object] = {}
+        for name in self._names:
+            if name in given:
+                value = given.pop(name)
+                if not (name in self._defaults and self._is_default(name, value)):
+                    named[name] = value
+        named.update(given)
+        return (), named
+
+    def keyed(self, named: dict[str, object]) -> dict[str, object]:
+        """The named arguments that can change the result."""
+        if not self._ignore:
+            return named
+        return {name: value for name, value in named.items() if name not in self._ignore}
+
+    def _is_default(self, name: str, value: object) -> bool:
+        default = self._defaults[name]
+        return value is default and (default is None or isinstance(default, (bool, str)))
+
+
+def sign(
+    call: object, ambient: Hashable, extra: Hashable, tensors: list[Tensor]
+) -> Signature:
+    """The signature of `call` (a tree); its tensors are appended to `tensors` in order.
+
+    Raises `tree.UnknownLeaf` for an argument without an exact key.
+    """
+    structure = freeze(call, tensors, _leaf_keys)
+    specs = tuple(_specs(tensors))
+    value = hash((structure, specs, ambient, extra))
+    return Signature(structure, specs, ambient, extra, value)
+
+
+def _specs(tensors: list[Tensor]) -> list[TensorSpec]:
+    groups: dict[int, int] = {}
+    specs: list[TensorSpec] = []
+    for index, tensor in enumerate(tensors):
+        pointer = tensor.untyped_storage().data_ptr()
+        group = groups.setdefault(pointer, index) if pointer else index
+        specs.append(
+            TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, group)
+        )
+    return specs

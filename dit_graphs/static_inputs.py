@@ -1,0 +1,101 @@
+"""Owns a graph's input buffers: fixed addresses, what was last bound, which leaves are proven.
+
+Must never know graphs or modules. The surprising fact: an address is not an identity. With fresh
+embeddings per request nearly every tensor reuses the previous one's address *and* version, so a
+copy is skipped only for the very same tensor object, held alive since it was bound.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .buffers import bits_equal, copy_layout, empty_layout, overlaps
+
+__all__ = ["StaticInputs"]
+
+
+def _version(tensor: Tensor) -> int | None:
+    if tensor.is_inference():
+        return None  # inference tensors do not count writes
+    return tensor._version
+
+
+class StaticInputs:
+    """Buffers for the tensor leaves of one signature, in freeze order, on `device`."""
+
+    def __init__(self, tensors: list[Tensor], device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.buffers = [
+                empty_layout(tuple(t.shape), t.stride(), t.dtype, device) for t in tensors
+            ]
+        self.proven = [False] * len(tensors)
+        self.rebind_always: frozenset[int] = frozenset()
+        self._plain = [not overlaps(buffer) for buffer in self.buffers]
+        self._bound: list[tuple[Tensor, int | None] | None] = [None] * len(tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers)
+
+    def is_bound(self, index: int, tensor: Tensor) -> bool:
+        """Whether the buffer already holds this very tensor, unwritten since."""
+        bound = self._bound[index]
+        if bound is None or bound[0] is not tensor or index in self.rebind_always:
+            return False
+        return bound[1] is not None and bound[1] == _version(tensor)
+
+    def bind(self, tensors: list[Tensor]) -> None:
+        """The buffers hold the tensors' values."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for index, tensor in enumerate(tensors):
+            if self.is_bound(index, tensor):
+                continue
+            buffer = self.buffers[index]
+            if self._plain[index] and tensor.device == buffer.device:
+                targets.append(buffer)
+                sources.append(tensor)
+            else:
+                copy_layout(buffer, tensor)
+            self._bound[index] = (tensor, _version(tensor))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+
+    def forget(self) -> None:
+        """No caller's tensor is held any longer; the next bind copies everything."""
+        self._bound = [None] * len(self.buffers)
+
+    def changed_unproven(self, tensors: list[Tensor]) -> list[int]:
+        """Unproven leaves whose value differs from the one the buffer still holds."""
+        return [
+            index
+            for index, tensor in enumerate(tensors)
+            if not self.proven[index]
+            and not self.is_bound(index, tensor)
+            # sync: an unproven leaf may be baked; its first new value is compared with eager
+            and not bits_equal(tensor.to(self.buffers[index].device), self.buffers[index])
+        ]
+
+    def prove(self, indices: list[int]) -> None:
+        """Replays were equal to eager while these leaves differed from the captured values."""
+        for index in indices:
+            self.proven[index] = True
+
+    def copy_back(self, tensors: list[Tensor], written: frozenset[int]) -> None:
+        """Inputs the forward writes in place reach the caller's tensors."""
+        for index in written:
+            copy_layout(tensors[index], self.buffers[index])
+
+    def perturb(self) -> list[int]:
+        """Every floating-point buffer gets other finite values; returns their indices."""
+        changed = []
+        for index, buffer in enumerate(self.buffers):
+            if buffer.is_floating_point() and buffer.numel():
+                span = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.element_size(),), (1,), 0)
+                span.copy_((span.float() * 0.75 + 0.125).to(span.dtype))
+                changed.append(index)
+        self.forget()
+        return changed

@@ -1,0 +1,162 @@
+"""Owns the one walk over argument and result structures: `leaves`, `map_tensors`, `freeze`.
+
+Must never know signatures, graphs or models. The surprising fact: containers are rebuilt with
+their own type (diffusers and transformers outputs are dicts that are also dataclasses), and an
+object that is neither container, number, string nor tensor raises `UnknownLeaf` so that nothing
+is ever compared by `id()` alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from enum import Enum
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+__all__ = ["Identity", "LeafKeys", "UnknownLeaf", "freeze", "map_tensors", "tensor_leaves"]
+
+LeafKeys = Mapping[type, Callable[[object], Hashable]]
+_NO_KEYS: LeafKeys = MappingProxyType({})
+_SELF_KEYED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, type, bytes)
+_PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum)
+
+
+class UnknownLeaf(Exception):
+    """An object without an exact key. `kind` is its type, or "size" past the leaf limit."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
+class Identity:
+    """A hashable stand-in for an object compared by identity; holds it, so its id stays its own."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__} object>"
+
+
+def freeze(
+    value: object, tensors: list[Tensor], keys: LeafKeys = _NO_KEYS, limit: int = 4096
+) -> Hashable:
+    """A hashable copy of `value`'s structure and Python leaves; tensors go to `tensors` in order.
+
+    `True`, `1` and `1.0` freeze differently, as do `0.0` and `-0.0`. Raises `UnknownLeaf`.
+    """
+    return _Freezer(tensors, keys, limit).walk(value)
+
+
+class _Freezer:
+    __slots__ = ("budget", "keys", "tensors")
+
+    def __init__(self, tensors: list[Tensor], keys: LeafKeys, limit: int) -> None:
+        self.tensors = tensors
+        self.keys = keys
+        self.budget = limit
+
+    def walk(self, value: object) -> Hashable:
+        self.budget -= 1
+        if self.budget < 0:
+            raise UnknownLeaf("size")
+        kind = type(value)
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return Tensor
+        if value is None or kind is bool or kind is str or kind is int:
+            return (kind, value)
+        if kind is float:
+            return (float, value.hex())  # type: ignore[attr-defined]
+        if kind in self.keys:
+            return (kind, self.keys[kind](value))
+        if isinstance(value, Mapping):
+            return (kind, tuple((self.key(k), self.walk(v)) for k, v in value.items()))
+        if isinstance(value, (tuple, list)):
+            return (kind, tuple(map(self.walk, value)))
+        return self.rare(kind, value)
+
+    def key(self, value: object) -> Hashable:
+        return value if type(value) is str else self.walk(value)
+
+    def rare(self, kind: type, value: object) -> Hashable:
+        if isinstance(value, Enum):
+            return (kind, value.name)
+        if isinstance(value, _SELF_KEYED):
+            return (kind, value)
+        if isinstance(value, complex):
+            return (kind, value.real.hex(), value.imag.hex())
+        if isinstance(value, slice):
+            return (kind, self.walk((value.start, value.stop, value.step)))
+        if isinstance(value, torch.Generator):
+            return (kind, Identity(value))
+        if isinstance(value, (int, str)):  # subclasses: numpy integers are not among them
+            return (kind, repr(value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [f.name for f in dataclasses.fields(value)]
+            return (kind, tuple((n, self.walk(getattr(value, n))) for n in names))
+        raw = getattr(value, "tobytes", None)
+        if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and raw:
+            return (kind, raw())
+        raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def map_tensors(
+    value: object,
+    fn: Callable[[Tensor], object],
+    *,
+    keep_unknown: bool = False,
+    opaque: LeafKeys = _NO_KEYS,
+) -> object:
+    """`value` rebuilt with every tensor replaced by `fn(tensor)`, depth first, in freeze order.
+
+    Objects of a type in `opaque` pass through untouched. Any other object that cannot be taken
+    apart raises `UnknownLeaf`, or passes through with `keep_unknown`.
+    """
+
+    def walk(node: object) -> object:
+        if isinstance(node, Tensor):
+            return fn(node)
+        kind = type(node)
+        if kind in opaque or isinstance(node, _PLAIN) or isinstance(node, torch.Generator):
+            return node
+        if isinstance(node, Mapping):
+            items = {k: walk(v) for k, v in node.items()}
+            if kind is dict:
+                return items
+            return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)  # type: ignore[call-arg]
+        if isinstance(node, (tuple, list)):
+            parts = [walk(v) for v in node]
+            return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            names = [f.name for f in dataclasses.fields(node) if f.init]
+            return kind(**{n: walk(getattr(node, n)) for n in names})
+        if keep_unknown:
+            return node
+        raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")
+
+    return walk(value)
+
+
+def tensor_leaves(value: object) -> list[Tensor]:
+    """Every tensor in `value`, in freeze order. Raises `UnknownLeaf`."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, keep)
+    return found

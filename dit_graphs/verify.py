@@ -1,0 +1,112 @@
+"""Owns the proof: one call both ways, compared bit for bit, eager's result returned.
+
+Must never know how graphs are captured. The surprising fact: running a call twice would also draw
+random numbers and write buffers twice, so the replay's traces are undone before eager runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .buffers import bits_equal
+from .cache import Entry
+from .errors import Reason
+from .memory import DeviceState
+from .tree import UnknownLeaf, freeze
+
+__all__ = ["Verdict", "results_equal", "verify_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Eager's result, and why the graph must not be used (None: it was equal)."""
+
+    result: object
+    reason: Reason | None
+    detail: str
+    replay_ms: float
+    eager_ms: float
+
+
+def results_equal(left: object, right: object) -> str | None:
+    """None where two results hold the same structure, Python values and bits; else what differs."""
+    mine: list[Tensor] = []
+    theirs: list[Tensor] = []
+    try:
+        if freeze(left, mine) != freeze(right, theirs):
+            return "the results have another structure"
+    except UnknownLeaf as leaf:
+        return f"a {leaf.kind} cannot be compared"
+    for index, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        if one.shape != other.shape or one.stride() != other.stride():
+            return f"output {index}: layout {tuple(one.shape)} against {tuple(other.shape)}"
+        if not bits_equal(one, other):
+            return f"output {index}: {_difference(one, other)}"
+    return None
+
+
+def _difference(one: Tensor, other: Tensor) -> str:
+    wrong = (one != other).float().mean().item()  # sync: a message about a failure
+    return f"{wrong:.1%} of {one.numel()} elements differ"
+
+
+class _Undo:
+    """What a forward changes outside its result, put back to where it was."""
+
+    def __init__(self, state: DeviceState, entry: Entry, tensors: list[Tensor]) -> None:
+        observation = entry.observation
+        written = observation.written_externals if observation is not None else ()
+        inputs = observation.written_inputs if observation is not None else frozenset()
+        generators = observation.generators if observation is not None else ()
+        self._state = state
+        self._random = state.random_state()
+        self._externals = [(tensor, tensor.clone()) for tensor in written]
+        self._inputs = [(tensors[index], tensors[index].clone()) for index in inputs]
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+
+    def __call__(self) -> None:
+        self._state.set_random_state(self._random)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for tensor, before in (*self._externals, *self._inputs):
+            tensor.copy_(before)
+
+
+def verify_call(
+    state: DeviceState, entry: Entry, tensors: list[Tensor], eager: Callable[[], object]
+) -> Verdict:
+    """Replays and runs eager on the same inputs; leaves that changed are proven when equal.
+
+    Raises `BreakFailed` from the replay, with every trace of it undone.
+    """
+    assert entry.recording is not None and entry.inputs is not None
+    undo = _Undo(state, entry, tensors)
+    try:
+        with state.replaying():
+            changed = entry.inputs.changed_unproven(tensors)
+            entry.inputs.bind(tensors)
+            entry.recording.poison()
+            clock = state.stopwatch()
+            entry.recording.replay()
+            clock.stop()
+            replayed = entry.hand_out()
+    finally:
+        undo()
+    replay_ms = clock.elapsed_ms(wait=True) or 0.0
+    clock = state.stopwatch()
+    result = eager()
+    clock.stop()
+    eager_ms = clock.elapsed_ms(wait=True) or 0.0
+    difference = results_equal(result, replayed)
+    if difference is None:
+        entry.inputs.prove(changed)
+        return Verdict(result, None, "", replay_ms, eager_ms)
+    after = _Undo(state, entry, tensors)
+    undo()
+    again = results_equal(result, eager())
+    after()
+    reason = Reason.VERIFY_MISMATCH if again is None else Reason.EAGER_NONDETERMINISTIC
+    return Verdict(result, reason, difference if again is None else again, replay_ms, eager_ms)

@@ -1,0 +1,129 @@
+"""Owns `wrap` and `unwrap`: graphs for one method of any module, for own loops.
+
+Must never know pipelines. The surprising fact: wrapping twice changes nothing, and a module that
+cannot be wrapped raises before anything on it was touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from .config import GraphConfig
+from .errors import ConfigError
+from .intercept import Function, find_intercept, install, remove
+from .runner import GraphRunner, RunnerOptions
+from .watch import BreakPolicy
+
+__all__ = ["break_policy", "check_wrappable", "runner_of", "unwrap", "wrap", "wrap_with"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_DYNAMIC_OPS = ("varlen", "sageattention", "sparse_attn", "block_sparse")
+_ATTENTION_OPS = (*_DYNAMIC_OPS, "flash_attn", "flash_attention", "efficient_attention", "xformers")
+
+
+def break_policy(config: GraphConfig) -> BreakPolicy:
+    """Which attention calls are eager breaks under `config.attention`."""
+    if config.attention == "captured":
+        return BreakPolicy()
+    if config.attention == "auto":
+        return BreakPolicy(op_words=_DYNAMIC_OPS)
+    functions = (torch.nn.functional.scaled_dot_product_attention,)
+    return BreakPolicy(functions=functions, op_words=_ATTENTION_OPS)
+
+
+def check_wrappable(module: object, method: str = "forward") -> nn.Module:
+    """`module`, if its `method` can be wrapped. Raises `ConfigError` that says what to do."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    name = type(module).__name__
+    own = getattr(type(module), method, None)
+    if own is None or own is getattr(nn.Module, method, None):
+        raise ConfigError(f"{name} has no {method} of its own: pass a module that computes")
+    devices = {t.device for t in (*module.parameters(), *module.buffers())}
+    if torch.device("meta") in devices:
+        raise ConfigError(f"{name} is on the meta device: load its weights before wrapping")
+    if len(devices) > 1:
+        places = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"{name} has weights on {places}: move it to one device first")
+    for path, child in module.named_modules():
+        if _has_own_graphs(child):
+            where = f"{name}.{path}" if path else name
+            raise ConfigError(
+                f"{where} is compiled with CUDA graphs of its own: compile it without "
+                'mode="reduce-overhead" or "max-autotune", or do not wrap it'
+            )
+    return module
+
+
+def _has_own_graphs(module: nn.Module) -> bool:
+    for compiled in (
+        module.__dict__.get("_compiled_call_impl"),
+        getattr(module, "dynamo_ctx", None) if "_orig_mod" in module._modules else None,
+    ):
+        read = getattr(compiled, "get_compiler_config", None)
+        settings = read() if callable(read) else getattr(compiled, "compiler_config", None)
+        if isinstance(settings, dict) and settings.get("triton.cudagraphs"):
+            return True
+    return False
+
+
+def wrap(
+    module: M,
+    config: GraphConfig | None = None,
+    *,
+    method: str = "forward",
+    key: Callable[[], Hashable] | None = None,
+    ignore: tuple[str, ...] = (),
+    **overrides: object,
+) -> M:
+    """The same module, whose `method` replays graphs from now on. Idempotent.
+
+    `key()` is read on every call and joins the signature; arguments named in `ignore` leave it
+    (they must not be able to change the result). Results are the caller's own tensors.
+    Raises `ConfigError`, with the module untouched.
+    """
+    config = (config or GraphConfig()).with_overrides(**overrides)
+    policy = break_policy(config)
+    wrap_with(
+        module, config, RunnerOptions(key=key, ignore=tuple(ignore), policy=policy), method=method
+    )
+    return module
+
+
+def wrap_with(
+    module: nn.Module, config: GraphConfig, options: RunnerOptions, *, method: str = "forward"
+) -> GraphRunner:
+    """As `wrap`, with every option of the runner; returns the runner (an existing one too)."""
+    existing = runner_of(module, method)
+    if existing is not None:
+        return existing
+    check_wrappable(module, method)
+    made: list[GraphRunner] = []
+
+    def make(original: Function) -> Function:
+        made.append(GraphRunner(module, original, config, options))
+        return made[0]
+
+    install(module, method, make)
+    return made[0]
+
+
+def runner_of(module: nn.Module, method: str = "forward") -> GraphRunner | None:
+    """The runner behind a wrapped method, or None."""
+    intercept = find_intercept(module, method)
+    serve = intercept.serve if intercept is not None else None
+    return serve if isinstance(serve, GraphRunner) else None
+
+
+def unwrap(module: M, *, method: str = "forward") -> M:
+    """The module exactly as before `wrap`; its graphs and their memory are released."""
+    runner = runner_of(module, method)
+    if runner is not None:
+        remove(module, method)
+        runner.close()
+    return module

@@ -1,0 +1,197 @@
+"""Owns which parts of a pipeline can be replayed and how each is reached.
+
+Must never know graphs. The surprising fact: pipelines call denoisers as modules but VAEs through
+`vae.decode(...)`, which never passes `Module.__call__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from dit_graphs.errors import ConfigError, Reason
+from dit_graphs.signature import Signature
+
+__all__ = ["Component", "components_of", "describe_denoiser", "state_guard"]
+
+Role = Literal["denoiser", "vae"]
+
+_DENOISER_CLASS_ENDINGS = (
+    "Transformer1DModel",
+    "Transformer2DModel",
+    "Transformer3DModel",
+    "TransformerModel",
+    "DiTModel",
+    "DiT2DModel",
+    "UNet2DConditionModel",
+    "UNet2DModel",
+    "UNet3DConditionModel",
+    "UNetMotionModel",
+    "UNetSpatioTemporalConditionModel",
+    "ControlNetModel",
+    "PriorTransformer",
+    "UNet",
+    "Transformer",
+)
+_DENOISER_NAMES = ("transformer", "unet", "controlnet", "prior", "decoder", "dit", "denoiser")
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One wrapped method: `name` is the pipeline's attribute, `label` what stats call it."""
+
+    role: Role
+    name: str
+    label: str
+    module: nn.Module
+    method: str
+
+
+def components_of(parts: Mapping[str, object]) -> Iterator[Component]:
+    """The denoisers and VAE methods among a pipeline's parts, most important first."""
+    seen: set[int] = set()
+    denoisers = 0
+    for name, part in parts.items():
+        if isinstance(part, nn.Module) and id(part) not in seen and _is_denoiser(name, part):
+            seen.add(id(part))
+            label = "denoiser" if denoisers == 0 else f"denoiser:{name}"
+            denoisers += 1
+            yield Component("denoiser", name, label, part, "forward")
+    for name, part in parts.items():
+        if name.split("_")[-1] != "vae" and name not in ("vae", "vqvae", "movq"):
+            continue
+        for method in ("decode", "encode"):
+            if isinstance(part, nn.Module) and callable(getattr(type(part), method, None)):
+                label = "vae" if method == "decode" and name == "vae" else f"vae:{name}.{method}"
+                yield Component("vae", name, label, part, method)
+
+
+def _is_denoiser(name: str, module: nn.Module) -> bool:
+    if "encoder" in name or name.endswith("vae"):
+        return False
+    kind = type(module).__name__
+    named = any(name.startswith(word) for word in _DENOISER_NAMES)
+    return kind.endswith(_DENOISER_CLASS_ENDINGS) or (named and hasattr(module, "config"))
+
+
+def parts_of(target: object) -> Mapping[str, object]:
+    """The named parts of a pipeline, a modular pipeline or a dict of components.
+
+    Raises `ConfigError` for anything else.
+    """
+    if isinstance(target, Mapping):
+        return target
+    parts = getattr(target, "components", None)
+    if isinstance(parts, Mapping):
+        return parts
+    raise ConfigError(
+        f"expected a diffusers pipeline, a dict of components or a module, got "
+        f"{type(target).__name__}"
+    )
+
+
+def state_guard(module: nn.Module) -> Callable[[], tuple[Reason, str] | None]:
+    """A check of what diffusers and accelerate attached: offload, casting, step caches."""
+
+    def check() -> tuple[Reason, str] | None:
+        for path, child in module.named_modules():
+            found = _attached(child)
+            if found is not None:
+                return found[0], f"{found[1]} on {path or type(module).__name__}"
+        return None
+
+    return check
+
+
+_OFFLOAD_HOOKS = ("CpuOffload", "AlignDevicesHook", "UserCpuOffloadHook")
+_HOOK_REASONS = (
+    ("group_offload", Reason.OFFLOAD),
+    ("layerwise_casting", Reason.LAYERWISE_CASTING),
+    ("layerwise_upcasting", Reason.LAYERWISE_CASTING),
+    ("cache", Reason.STEP_CACHE),
+    ("pyramid", Reason.STEP_CACHE),
+    ("faster", Reason.STEP_CACHE),
+    ("taylor", Reason.STEP_CACHE),
+    ("skip_guidance", Reason.HOOKS),
+    ("layer_skip", Reason.HOOKS),
+    ("context_parallel", Reason.HOOKS),
+)
+
+
+def _attached(child: nn.Module) -> tuple[Reason, str] | None:
+    attributes = child.__dict__
+    hook = attributes.get("_hf_hook")
+    if hook is not None:
+        parts = [hook, *getattr(hook, "hooks", ())]
+        names = [type(part).__name__ for part in parts]
+        if any(name in _OFFLOAD_HOOKS for name in names):
+            return Reason.OFFLOAD, names[0]
+        return Reason.HOOKS, names[0]
+    registry = attributes.get("_diffusers_hook")
+    for name in getattr(registry, "hooks", None) or ():
+        lowered = str(name).lower()
+        reason = next((r for word, r in _HOOK_REASONS if word in lowered), Reason.HOOKS)
+        return reason, str(name)
+    if attributes.get("_cache_config") is not None:
+        return Reason.STEP_CACHE, type(attributes["_cache_config"]).__name__
+    return None
+
+
+def describe_denoiser(signature: Signature) -> str:
+    """A denoiser call as a user thinks of it; latent sizes, since the pixel factor varies."""
+    shapes = {
+        name: tuple(spec.shape)
+        for name, spec in zip(_tensor_names(signature), signature.tensors, strict=False)
+    }
+    latent = next((s for n, s in shapes.items() if n.split("[")[0] in _LATENT_NAMES), None)
+    if latent is None:
+        return signature.describe()
+    text = next((s for n, s in shapes.items() if n.split("[")[0] in _TEXT_NAMES), None)
+    words = [_size_words(latent)]
+    batch = latent[0] if len(latent) in (3, 4) else 1
+    lists = sum(1 for n in shapes if n.startswith("x["))
+    batch = lists or batch
+    words.append(f"batch {batch}")
+    if text is not None:
+        words.append(f"prompt {text[-2] if len(text) > 1 else text[-1]} tokens")
+    dtype = next(spec.dtype for spec in signature.tensors)
+    words.append(str(dtype).removeprefix("torch."))
+    return ", ".join(words)
+
+
+_LATENT_NAMES = ("hidden_states", "sample", "x", "latent_model_input", "z")
+_TEXT_NAMES = ("encoder_hidden_states", "cap_feats", "prompt_embeds")
+
+
+def _size_words(shape: tuple[int, ...]) -> str:
+    if len(shape) == 5:
+        frames = shape[2]
+        return f"latent {shape[3]}×{shape[4]}, {frames} latent frame{'s' if frames > 1 else ''}"
+    if len(shape) == 4:
+        return f"latent {shape[2]}×{shape[3]}"
+    if len(shape) == 3:
+        return f"{shape[1]} image tokens"
+    return "×".join(map(str, shape))
+
+
+def _tensor_names(signature: Signature) -> list[str]:
+    names: list[str] = []
+    _walk(signature.structure, "", names)
+    return names
+
+
+def _walk(node: object, path: str, names: list[str]) -> None:
+    if node is torch.Tensor:
+        names.append(path)
+    elif isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], type):
+        kind, value = node
+        if issubclass(kind, Mapping):
+            for key, child in value:
+                _walk(child, f"{path}.{key}" if path else str(key), names)
+        elif issubclass(kind, (tuple, list)) and isinstance(value, tuple):
+            for index, child in enumerate(value):
+                _walk(child, f"{path}[{index}]", names)
