@@ -41,9 +41,7 @@ __all__ = [
     "wrap",
 ]
 
-_FROM_PIPELINES = frozenset(
-    {"accelerate", "disabled", "explain", "restore", "stats", "warmup"}
-)
+_FROM_PIPELINES = frozenset({"accelerate", "disabled", "explain", "restore", "stats", "warmup"})
 
 
 def __getattr__(name: str) -> object:

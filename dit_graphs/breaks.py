@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .buffers import copy_layout, empty_layout
 from .errors import BreakFailed, CaptureAborted, Reason
-from .tree import UnknownLeaf, freeze, map_tensors, tensor_leaves
+from .tree import UnknownLeaf, freeze, map_tensors
 
 __all__ = [
     "BreakHandler",

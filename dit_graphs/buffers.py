@@ -31,7 +31,9 @@ def empty_layout(
 
 def overlaps(tensor: Tensor) -> bool:
     """Whether two indices address one element, so that an indexed write is not defined."""
-    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return any(
+        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _span(tensor: Tensor) -> Tensor:
@@ -51,7 +53,10 @@ def bits_equal(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if left.is_complex():
-        left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj())
+        left, right = (
+            torch.view_as_real(left.resolve_conj()),
+            torch.view_as_real(right.resolve_conj()),
+        )
     if left.is_floating_point():
         bits = _BITS[left.element_size()]
         left, right = left.contiguous().view(bits), right.contiguous().view(bits)

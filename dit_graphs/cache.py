@@ -151,7 +151,7 @@ class GraphCache:
         entry.requests += 1
 
     def _warmth(self, entry: Entry) -> float:
-        return entry.heat * 0.5 ** ((self._now - entry.last_use) / _HALF_LIFE)
+        return entry.heat * float(0.5 ** ((self._now - entry.last_use) / _HALF_LIFE))
 
     def varies(self, signature: Signature) -> bool:
         """Whether a Python number of this new signature differed on each of three calls."""

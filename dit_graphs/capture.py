@@ -175,10 +175,14 @@ class Capturer:
         try:
             inputs.bind(tensors)
             call = self.forward.on(inputs.buffers, args, kwargs)
-            with self.state.capture_stream(), self.forward.conditions():
-                with breaking_modules(self.forward.module, policy.modules):
-                    with handling_breaks(observer), observer:
-                        output = call()
+            with (
+                self.state.capture_stream(),
+                self.forward.conditions(),
+                breaking_modules(self.forward.module, policy.modules),
+                handling_breaks(observer),
+                observer,
+            ):
+                output = call()
             result = map_tensors(output, Tensor.clone)
             observation = observer.observation()
             self._plan_breaks(entry, observation)

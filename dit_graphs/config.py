@@ -78,9 +78,7 @@ class GraphConfig:
         default=None,
         metadata=_help("largest LLM bucket per phase, for example decode=32, prefill=1024"),
     )
-    strict: bool = field(
-        default=False, metadata=_help("raise instead of falling back to eager")
-    )
+    strict: bool = field(default=False, metadata=_help("raise instead of falling back to eager"))
     manifest: str | None = field(
         default=None, metadata=_help("file that remembers signatures between processes")
     )

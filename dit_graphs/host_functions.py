@@ -92,7 +92,9 @@ def _copy_in(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
     """Tensor.copy_ from a host tensor: the source becomes a constant, the copy stays a kernel."""
     target = args[0]
     source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
-    if watch.device.type == "cpu" or not (isinstance(target, Tensor) and isinstance(source, Tensor)):
+    if watch.device.type == "cpu" or not (
+        isinstance(target, Tensor) and isinstance(source, Tensor)
+    ):
         return func(*args, **kwargs)
     if target.device.type != watch.device.type or source.device.type != "cpu":
         return func(*args, **kwargs)

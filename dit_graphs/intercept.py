@@ -114,7 +114,7 @@ def install(module: nn.Module, method: str, make: Callable[[Function], Function]
         previous = module.__dict__.get("_compiled_call_impl")
         original: Function = previous if previous is not None else module._call_impl
         intercept = CallIntercept(module, make(original), previous)
-        module._compiled_call_impl = intercept  # type: ignore[assignment]
+        module._compiled_call_impl = intercept
         return intercept
     if not callable(getattr(type(module), method, None)):
         raise ConfigError(f"{type(module).__name__} has no method {method!r}")
@@ -140,4 +140,4 @@ def remove(module: nn.Module, method: str) -> None:
         if found.previous is None:
             module.__dict__.pop("_compiled_call_impl", None)
         else:
-            module._compiled_call_impl = found.previous  # type: ignore[assignment]
+            module._compiled_call_impl = found.previous

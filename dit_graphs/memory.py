@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ _registry_lock = threading.Lock()
 
 def device_state(device: torch.device) -> DeviceState:
     """The one state of this device; made on first use."""
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and str(device) == "cuda":  # no index: the current device
         device = torch.device("cuda", torch.cuda.current_device())
     with _registry_lock:
         found = _registry.get(device)
@@ -197,14 +198,11 @@ class HostState(DeviceState):
 
 class _HostWatch:
     def __init__(self) -> None:
-        import time
-
-        self._clock = time.perf_counter
-        self._start = self._clock()
+        self._start = time.perf_counter()
         self._stop: float | None = None
 
     def stop(self) -> None:
-        self._stop = self._clock()
+        self._stop = time.perf_counter()
 
     def elapsed_ms(self, *, wait: bool = False) -> float | None:
         return None if self._stop is None else (self._stop - self._start) * 1e3
@@ -256,7 +254,7 @@ class CudaState(DeviceState):
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             self.stream.wait_stream(torch.cuda.default_stream(self.device))
             torch._C._cuda_clearCublasWorkspaces()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
             seed.add_(0)
             graph.capture_end()
         return graph

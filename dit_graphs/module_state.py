@@ -105,7 +105,12 @@ class _Sweep:
             return
         self.python.append((name, Identity(value)))
         own = getattr(value, "__dict__", None)
-        if depth >= 2 or not isinstance(own, dict) or id(value) in self.seen or callable_only(value):
+        if (
+            depth >= 2
+            or not isinstance(own, dict)
+            or id(value) in self.seen
+            or callable_only(value)
+        ):
             return
         self.seen.add(id(value))
         for key, item in list(own.items()):

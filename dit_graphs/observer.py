@@ -137,8 +137,10 @@ class Observer(Watch):
         if traits.is_random:
             self._note_random(traits, args, kwargs)
         for position in traits.writes:
-            written = kwargs.get(position) if isinstance(position, str) else (
-                args[position] if position < len(args) else None
+            written = (
+                kwargs.get(position)
+                if isinstance(position, str)
+                else (args[position] if position < len(args) else None)
             )
             for tensor in iter_tensors((written,)):
                 self._note_write(tensor)
@@ -245,7 +247,7 @@ def _breaking(child: nn.Module, path: str) -> Iterator[None]:
     def call(*args: object, **kwargs: object) -> object:
         return call_break(site, inner, args, kwargs)
 
-    child._compiled_call_impl = call  # type: ignore[assignment]
+    child._compiled_call_impl = call
     try:
         yield
     finally:

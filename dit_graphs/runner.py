@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class RunnerOptions:
     label: str = ""
     key: Callable[[], Hashable] | None = None
     ignore: tuple[str, ...] = ()
-    policy: BreakPolicy = BreakPolicy()
+    policy: BreakPolicy = field(default_factory=BreakPolicy)
     guard: Callable[[], tuple[Reason, str] | None] | None = None
     describe: Callable[[Signature], str] | None = None
 
@@ -125,7 +125,9 @@ class GraphRunner:
         )
         try:
             keyed = self._form.keyed(kwargs)
-            signature = sign((args, keyed) if args else keyed, ambient_state(self.device), extra, tensors)
+            signature = sign(
+                (args, keyed) if args else keyed, ambient_state(self.device), extra, tensors
+            )
         except UnknownLeaf as leaf:
             if leaf.kind == "size":
                 raise CaptureAborted(Reason.SIGNATURE_TOO_LARGE) from None
@@ -233,7 +235,9 @@ class GraphRunner:
             entry.block(refusal.reason, refusal.detail)
         # counted where the eager call happens; told here because that may be the next call
         if refusal.reason not in self.stats.details:
-            log.warning("%s: no graph (%s): %s", self.stats.component, refusal.reason, refusal.detail)
+            log.warning(
+                "%s: no graph (%s): %s", self.stats.component, refusal.reason, refusal.detail
+            )
 
     # Serving from a graph.
     def _replay(self, entry: Entry, call: Call) -> object:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .tree import LeafKeys, freeze
 
-__all__ = ["CallForm", "Signature", "TensorSpec", "registered_leaves", "register_leaf", "sign"]
+__all__ = ["CallForm", "Signature", "TensorSpec", "register_leaf", "registered_leaves", "sign"]
 
 _NUMBERS = (int, float)
 _leaf_keys: dict[type, Callable[[object], Hashable]] = {}
@@ -80,7 +80,7 @@ class Signature:
     def argument_structure(self) -> Hashable:
         """The signature without sizes: what decides which code path the forward takes."""
         dtypes = tuple((spec.dtype, spec.device.type, len(spec.shape)) for spec in self.tensors)
-        return (_mask(self.structure), dtypes)
+        return _mask(self.structure), dtypes
 
     def without_numbers(self) -> Hashable:
         """The signature with every Python int and float leaf replaced by its type."""
@@ -124,7 +124,8 @@ class Signature:
 def _mask(node: Hashable) -> Hashable:
     if isinstance(node, tuple):
         if len(node) == 2 and node[0] in _NUMBERS:
-            return node[0]
+            kind: type = node[0]
+            return kind
         return tuple(_mask(item) for item in node)
     return node
 
@@ -203,9 +204,7 @@ class CallForm:
         return value is default and (default is None or isinstance(default, (bool, str)))
 
 
-def sign(
-    call: object, ambient: Hashable, extra: Hashable, tensors: list[Tensor]
-) -> Signature:
+def sign(call: object, ambient: Hashable, extra: Hashable, tensors: list[Tensor]) -> Signature:
     """The signature of `call` (a tree); its tensors are appended to `tensors` in order.
 
     Raises `tree.UnknownLeaf` for an argument without an exact key.
@@ -222,7 +221,5 @@ def _specs(tensors: list[Tensor]) -> list[TensorSpec]:
     for index, tensor in enumerate(tensors):
         pointer = tensor.untyped_storage().data_ptr()
         group = groups.setdefault(pointer, index) if pointer else index
-        specs.append(
-            TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, group)
-        )
+        specs.append(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, group))
     return specs

@@ -94,7 +94,9 @@ class StaticInputs:
         changed = []
         for index, buffer in enumerate(self.buffers):
             if buffer.is_floating_point() and buffer.numel():
-                span = buffer.as_strided((buffer.untyped_storage().nbytes() // buffer.element_size(),), (1,), 0)
+                span = buffer.as_strided(
+                    (buffer.untyped_storage().nbytes() // buffer.element_size(),), (1,), 0
+                )
                 span.copy_((span.float() * 0.75 + 0.125).to(span.dtype))
                 changed.append(index)
         self.forget()

@@ -130,19 +130,22 @@ def map_tensors(
         if isinstance(node, Tensor):
             return fn(node)
         kind = type(node)
-        if kind in opaque or isinstance(node, _PLAIN) or isinstance(node, torch.Generator):
+        if kind in opaque or isinstance(node, (*_PLAIN, torch.Generator)):
             return node
         if isinstance(node, Mapping):
             items = {k: walk(v) for k, v in node.items()}
             if kind is dict:
                 return items
-            return kind(**items) if dataclasses.is_dataclass(kind) else kind(items)  # type: ignore[call-arg]
+            build: Callable[..., object] = kind
+            return build(**items) if dataclasses.is_dataclass(kind) else build(items)
         if isinstance(node, (tuple, list)):
             parts = [walk(v) for v in node]
-            return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+            make: Callable[..., object] = getattr(kind, "_make", kind)
+            return make(parts)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             names = [f.name for f in dataclasses.fields(node) if f.init]
-            return kind(**{n: walk(getattr(node, n)) for n in names})
+            rebuild: Callable[..., object] = kind
+            return rebuild(**{n: walk(getattr(node, n)) for n in names})
         if keep_unknown:
             return node
         raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")

@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .breaks import BreakSite, call_break
 from .constants import Occurrences, caller_location
 
-__all__ = ["BreakPolicy", "Handler", "OpTraits", "Watch", "iter_tensors", "storage_key", "traits_of"]
+__all__ = [
+    "BreakPolicy",
+    "Handler",
+    "OpTraits",
+    "Watch",
+    "iter_tensors",
+    "storage_key",
+    "traits_of",
+]
 
 Function = Callable[..., object]
 Args = tuple[object, ...]
@@ -123,7 +131,11 @@ class _Dispatch(TorchDispatchMode):
         self.watch = watch
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         return self.watch.on_op(func, args, kwargs or {})
 
@@ -220,14 +232,14 @@ class Watch(ABC):
 
     def location(self) -> tuple[str, str]:
         """(path of the innermost watched submodule, `file:line`) of the running code."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         code = nn.Module._call_impl.__code__
         while frame is not None:
             if frame.f_code is code:
                 path = self._paths.get(id(frame.f_locals.get("self")))
                 if path is not None:
                     return path, caller_location()
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return "", caller_location()
 
     def _is_host_read(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> bool:

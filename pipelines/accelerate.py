@@ -23,7 +23,15 @@ from dit_graphs.wrapping import break_policy, check_wrappable, runner_of, unwrap
 
 from .components import Component, components_of, describe_denoiser, parts_of, state_guard
 
-__all__ = ["Acceleration", "accelerate", "acceleration_of", "disabled", "explain", "restore", "stats"]
+__all__ = [
+    "Acceleration",
+    "accelerate",
+    "acceleration_of",
+    "disabled",
+    "explain",
+    "restore",
+    "stats",
+]
 
 T = TypeVar("T")
 
@@ -93,9 +101,7 @@ class Acceleration:
     @property
     def runners(self) -> dict[str, GraphRunner]:
         """The runner behind each label, as far as it is still installed."""
-        found = {
-            label: runner_of(part.module, part.method) for label, part in self.parts.items()
-        }
+        found = {label: runner_of(part.module, part.method) for label, part in self.parts.items()}
         return {label: runner for label, runner in found.items() if runner is not None}
 
     def install(self) -> None:
@@ -144,7 +150,12 @@ class Acceleration:
             if callable(getattr(type(owner), name, None)):
                 self._override(owner, name, self._noticing)
 
-    def _override(self, owner: object, name: str, make: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
+    def _override(
+        self,
+        owner: object,
+        name: str,
+        make: Callable[[Callable[..., object]], Callable[..., object]],
+    ) -> None:
         if isinstance(vars(owner).get(name), MethodOverride):
             return
         override = MethodOverride(owner, name, _no_acceleration)
@@ -324,8 +335,9 @@ def stats(target: object) -> dict[str, object]:
     Raises `ConfigError` where the target was never accelerated.
     """
     acceleration = _required(target)
-    components = {label: runner.report() for label, runner in acceleration.runners.items()}
-    graphs = sum(len(report["graphs"]) for report in components.values())  # type: ignore[arg-type]
+    runners = acceleration.runners
+    components = {label: runner.report() for label, runner in runners.items()}
+    graphs = any(runner.holds_graphs() for runner in runners.values())
     return {
         "mode": "graphs" if graphs else "eager",
         "components": components,

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import cast
 
 from dit_graphs.errors import ConfigError
+from dit_graphs.runner import GraphRunner
 from dit_graphs.stats import log
 
 from .accelerate import acceleration_of
@@ -50,9 +51,8 @@ def warmup(target: object, calls: Sequence[Mapping[str, object]], **common: obje
     return made
 
 
-def _signatures(runner: object) -> list[str]:
-    report = getattr(runner, "report")()
-    return [graph["signature"] for graph in report["graphs"]]
+def _signatures(runner: GraphRunner) -> list[str]:
+    return [runner.describe(entry.signature) for entry in runner.cache.held()]
 
 
 def _prepare(names: Mapping[str, object], call: dict[str, object]) -> dict[str, object]:

@@ -97,9 +97,10 @@ class BreakLog:
     def note_used(self, tensor: Tensor) -> None:
         """An op read this tensor; if it is external, the recording keeps its storage alive."""
         key = storage_key(tensor)
-        if key and key not in self._produced and key not in self._inputs:
-            if key not in self.externals:
-                self.externals[key] = tensor.detach()
+        if key in self._produced or key in self._inputs or key in self.externals:
+            return
+        if key:
+            self.externals[key] = tensor.detach()
 
     def note_launch(self) -> None:
         """One more kernel launch lies in a segment."""

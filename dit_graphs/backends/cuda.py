@@ -111,7 +111,7 @@ class _Session(BreakLog):
         for generator in self.plan.generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
         self._open = graph
         self._launches_before = self.launches
 
@@ -185,9 +185,7 @@ class _Session(BreakLog):
 class CudaRecording(Generic[T]):
     """Segments and eager breaks, in order. `output` is valid from replay to the next replay."""
 
-    def __init__(
-        self, output: T, produced: list[Tensor], session: _Session, nbytes: int
-    ) -> None:
+    def __init__(self, output: T, produced: list[Tensor], session: _Session, nbytes: int) -> None:
         self.output = output
         self.nbytes = nbytes
         self.breaks = len(session.bound)
@@ -210,5 +208,3 @@ class CudaRecording(Generic[T]):
     def close(self) -> None:
         self._steps = ()
         self._session.discard()
-
-

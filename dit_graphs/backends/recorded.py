@@ -78,7 +78,11 @@ class _Recorder(TorchDispatchMode):
         self.session = session
 
     def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         return self.session.record(func, args, kwargs or {})
 
@@ -93,8 +97,10 @@ class _Session(BreakLog):
     def record(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> object:
         traits = traits_of(func)
         for position in traits.writes:
-            written = kwargs.get(position) if isinstance(position, str) else (
-                args[position] if position < len(args) else None
+            written = (
+                kwargs.get(position)
+                if isinstance(position, str)
+                else (args[position] if position < len(args) else None)
             )
             for tensor in iter_tensors((written,)):
                 self._remember(tensor)
