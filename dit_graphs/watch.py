@@ -127,7 +127,7 @@ class _Functions(TorchFunctionMode):
 
 class _Dispatch(TorchDispatchMode):
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.watch = watch
 
     def __torch_dispatch__(
@@ -157,8 +157,8 @@ class Watch(ABC):
 
     def __enter__(self) -> Watch:
         self._modes = (_Dispatch(self), _Functions(self))
-        self._modes[0].__enter__()
-        self._modes[1].__enter__()
+        self._modes[0].__enter__()  # type: ignore[no-untyped-call]
+        self._modes[1].__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -168,8 +168,8 @@ class Watch(ABC):
         trace: TracebackType | None,
     ) -> None:
         assert self._modes is not None
-        self._modes[1].__exit__(kind, error, trace)
-        self._modes[0].__exit__(kind, error, trace)
+        self._modes[1].__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._modes[0].__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     # What the two kinds decide.
     @abstractmethod

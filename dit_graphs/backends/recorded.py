@@ -74,7 +74,7 @@ class _Borrowed:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, session: _Session) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.session = session
 
     def __torch_dispatch__(
