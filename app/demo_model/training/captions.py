@@ -145,7 +145,9 @@ def _core(layout: str, first: Concept, second: Concept, rng: random.Random) -> s
     return one(first, rng)
 
 
-def short_caption(row: tuple[int, int, int, int], concepts: tuple[Concept, ...], rng: random.Random) -> str:
+def short_caption(
+    row: tuple[int, int, int, int], concepts: tuple[Concept, ...], rng: random.Random
+) -> str:
     """Returns what a user would type for the row (layout, first, second, background)."""
     layout, first, second, background = row
     text = _core(LAYOUTS[layout], concepts[first], concepts[second], rng)
@@ -170,7 +172,9 @@ _PLACES = {
 }  # fmt: skip
 
 
-def long_caption(row: tuple[int, int, int, int], concepts: tuple[Concept, ...], rng: random.Random) -> str:
+def long_caption(
+    row: tuple[int, int, int, int], concepts: tuple[Concept, ...], rng: random.Random
+) -> str:
     """Returns the full description that the language model learns to write for a short prompt."""
     layout, first, second, background = row
     name = LAYOUTS[layout]

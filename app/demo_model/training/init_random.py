@@ -1,6 +1,6 @@
 """Writes an untrained model folder of the final layout, to develop against before training is done.
 
-    python -m dit_graphs.app.demo_model.training.init_random --out DIR [--tiny]
+python -m dit_graphs.app.demo_model.training.init_random --out DIR [--tiny]
 """
 
 from __future__ import annotations

@@ -1,0 +1,142 @@
+"""Runs a training step many times: as one captured CUDA graph where possible, plainly otherwise.
+
+Owns capture, the optimizer's settings, the schedule by wall clock and the log. Knows nothing of the model. Surprise:
+gradients are dropped before capture, so that each graph owns its own and its backward pass overwrites, never adds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+
+Built = TypeVar("Built")
+
+
+class Log:
+    """Appends JSON lines and prints them."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._start = time.monotonic()
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, phase: str, **values: float | int | str) -> None:
+        seconds = round(time.monotonic() - self._start, 1)
+        rounded = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in values.items()}
+        line = json.dumps({"seconds": seconds, "phase": phase, **rounded})
+        print(line, flush=True)
+        with self._file.open("a") as out:
+            out.write(line + "\n")
+
+
+def build_optimizer(
+    parameters: Sequence[nn.Parameter], betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """Returns a fused AdamW whose learning rate is a tensor, so that a captured step sees changes of it."""
+    device = parameters[0].device
+    return torch.optim.AdamW(
+        [{"params": list(parameters), "lr": torch.tensor(0.0, device=device)}],
+        betas=betas,
+        weight_decay=weight_decay,
+        fused=True,
+        capturable=device.type == "cuda",
+    )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate in place."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(rate)
+
+
+def rate_at(
+    step: int, progress: float, peak: float, warmup: int = 200, decay_from: float = 0.5
+) -> float:
+    """Linear warm-up by steps, constant, then a cosine to 1 % over the rest; progress: 0..1 of the time."""
+    rate = peak * min(1.0, (step + 1) / warmup)
+    if progress > decay_from:
+        left = min(1.0, (progress - decay_from) / (1 - decay_from))
+        rate *= 0.01 + 0.99 * (1 + math.cos(math.pi * left)) / 2
+    return rate
+
+
+class Average:
+    """Moving average of weights, kept in a second set of parameters."""
+
+    def __init__(
+        self, source: Sequence[nn.Parameter], target: Sequence[nn.Parameter], decay: float
+    ) -> None:
+        self._source, self._target = [p.detach() for p in source], [p.detach() for p in target]
+        self._decay = decay
+
+    def update(self) -> None:
+        torch._foreach_lerp_(self._target, self._source, 1 - self._decay)
+
+
+class Step:
+    """A training step; `__call__` runs it once.
+
+    `function` computes the loss, its gradients and the update, reads only tensors of fixed addresses and returns
+    None. With `capture` it is recorded after `warmup` plain runs (which do train).
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], None],
+        optimizer: torch.optim.Optimizer,
+        capture: bool,
+        warmup: int = 4,
+    ) -> None:
+        self._run = function
+        if not capture:
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warmup):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        optimizer.zero_grad(set_to_none=True)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            function()
+        self._run = self._graph.replay
+
+    def __call__(self) -> None:
+        self._run()
+
+
+def first_that_works(
+    build: Callable[[bool, bool], Built], compiled: bool, capture: bool, log: Log
+) -> Built:
+    """Returns `build(compiled, capture)`, or a plainer build where that one fails; logs every failure.
+
+    A long run on a rented machine must not end because a compiler is missing there.
+    """
+    for choice in dict.fromkeys(((compiled, capture), (False, capture), (False, False))):
+        try:
+            return build(*choice)
+        except Exception as error:
+            if choice == (False, False):
+                raise
+            log(
+                "step",
+                event=f"compiled={choice[0]} capture={choice[1]} failed",
+                error=repr(error)[:400],
+            )
+    raise AssertionError("the last choice returns or raises")
+
+
+def wait(device: torch.device) -> None:
+    """Returns when the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

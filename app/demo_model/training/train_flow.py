@@ -1,0 +1,276 @@
+"""Trains transformer and language model together on pre-encoded latents.
+
+Owns the flow-matching loss, the language loss and `flow.safetensors`. Knows pictures only as latents. Surprise: one
+pass of the language model over "prompt, long caption" serves both losses, because a causal model's prompt part does
+not depend on what follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, ZImageTransformer2DModel
+from safetensors.torch import save_file
+from transformers import Qwen3ForCausalLM
+
+from dit_graphs.app.demo_model.training.batched import BatchedModel
+from dit_graphs.app.demo_model.training.captions import Spec
+from dit_graphs.app.demo_model.training.compose import Composer
+from dit_graphs.app.demo_model.training.models import (
+    TINY, Sizes, build_text_encoder, build_transformer,
+)  # fmt: skip
+from dit_graphs.app.demo_model.training.pool import ASSISTANT, LONG, SHORT, USER, VARIANTS, Captions
+from dit_graphs.app.demo_model.training.stepping import (
+    Average, Log, Step, build_optimizer, first_that_works, rate_at, set_rate, wait,
+)  # fmt: skip
+from dit_graphs.app.demo_model.training.tokenizer import VOCABULARY
+from dit_graphs.app.demo_model.training.train_vae import encode, to_latents
+
+LONG_EVERY = 10  # one step in so many uses long captions (64 caption tokens) as prompts
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSettings:
+    """How long and how to train; `seconds` is wall-clock time."""
+
+    seconds: float
+    batch: int = 512
+    rate: float = 1.5e-3
+    empty: float = 0.1
+    text_weight: float = 0.1
+    shift: float = 2.0
+    compiled: bool = True
+    capture: bool = True
+    autocast: bool = True
+
+
+@torch.no_grad()
+def encode_pool(vae: AutoencoderKL, composer: Composer, spec: Spec, autocast: bool) -> torch.Tensor:
+    """Returns the latents of every specification: float16 [N, 16, 16, 16]."""
+    num, size = len(spec.layout), 500
+    latents = torch.empty(num, 16, 16, 16, dtype=torch.float16, device=composer.device)
+    for at in range(0, num, size):
+        raw = encode(vae, composer(spec[at : at + size]), autocast)
+        latents[at : at + size] = to_latents(vae, raw)
+    return latents
+
+
+class FlowLoss:
+    """Draws a batch from the pool on the device and computes both losses."""
+
+    def __init__(
+        self, model: BatchedModel, latents: torch.Tensor, captions: Captions, settings: FlowSettings
+    ) -> None:
+        self.model, self.latents, self.captions, self.settings = model, latents, captions, settings
+        device = latents.device
+        self._at = torch.arange(SHORT + LONG, device=device)
+        self._empty = torch.zeros(SHORT, dtype=torch.int16, device=device)
+        self._empty[0], self._empty[1] = USER, ASSISTANT
+        # Captions that fit 32 tokens would be padded to 32, not 64, by the pipeline: they stay out of long batches.
+        lengths = captions.long_length.long() + 1  # USER and ASSISTANT more, END less
+        self._long_rows = (lengths > SHORT).nonzero()[:, 0]
+
+    def _flow(
+        self, rows: torch.Tensor, features: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the flow-matching loss of the pool's rows under the captions' features."""
+        clean = self.latents[rows].float()
+        noise = torch.randn_like(clean)
+        sigma = torch.randn(len(rows), device=clean.device).sigmoid()
+        sigma = self.settings.shift * sigma / (1 + (self.settings.shift - 1) * sigma)
+        # A fifth is uniform, so that the ends of the schedule are seen often enough.
+        is_even = torch.rand_like(sigma) < 0.2
+        sigma = torch.where(is_even, torch.rand_like(sigma), sigma)
+        mix = sigma[:, None, None, None]
+        noisy = (1 - mix) * clean + mix * noise
+        made = self.model.velocity(noisy, 1 - sigma, features, lengths)
+        return F.mse_loss(made.float(), clean - noise)
+
+    def short(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (flow loss, text loss) of a batch of short prompts."""
+        captions, num, device = self.captions, self.settings.batch, self.latents.device
+        rows = torch.randint(len(self.latents), (num,), device=device)
+        variant = torch.randint(VARIANTS, (num,), device=device)
+        prompt, length = captions.short[rows, variant], captions.short_length[rows, variant].long()
+        is_empty = torch.rand(num, device=device) < self.settings.empty
+        prompt = torch.where(is_empty[:, None], self._empty, prompt).long()
+        length = length.masked_fill(is_empty, 2)[:, None]
+        # Prompt and long caption in one row, without a gap.
+        in_prompt = self._at < length
+        behind = (self._at - length).clamp(0, LONG - 1)
+        target = captions.long[rows].long().gather(1, behind)
+        ids = torch.where(in_prompt, F.pad(prompt, (0, LONG)), target)
+        features, last = self.model.encode(ids)
+        flow = self._flow(rows, features[:, :SHORT], length[:, 0])
+        few = max(1, num // 4)  # text needs fewer samples than pictures
+        end = length + captions.long_length[rows].long()[:, None]
+        counts = (~in_prompt & (self._at < end))[:few, 1:]
+        logits = self.model.text_encoder.lm_head(last[:few, :-1]).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), ids[:few, 1:].flatten(), reduction="none")
+        text = (losses * counts.flatten()).sum() / counts.sum()
+        return flow, text
+
+    def long(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (flow loss, 0) of a batch whose prompts are long captions."""
+        captions, num, device = self.captions, self.settings.batch, self.latents.device
+        rows = self._long_rows[torch.randint(len(self._long_rows), (num,), device=device)]
+        length = captions.long_length[rows].long()[:, None] + 1
+        at = torch.arange(2 * SHORT, device=device)
+        bare = captions.long[rows].long().gather(1, (at - 1).clamp(0, LONG - 1).expand(num, -1))
+        ids = bare.masked_fill(at == 0, USER).masked_fill(at == length - 1, ASSISTANT)
+        features, last = self.model.encode(ids)
+        flow = self._flow(rows, features, length[:, 0])
+        return flow, 0 * last.sum()
+
+
+@dataclass(slots=True)
+class Networks:
+    """Transformer and language model; both sets train or average together."""
+
+    transformer: ZImageTransformer2DModel
+    text_encoder: Qwen3ForCausalLM
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [*self.transformer.parameters(), *self.text_encoder.parameters()]
+
+
+def train_flow(
+    networks: Networks,
+    latents: torch.Tensor,
+    captions: Captions,
+    settings: FlowSettings,
+    log: Log,
+    checkpoint: Callable[[Networks], None],
+    every: float = 60.0,
+) -> Networks:
+    """Trains in place and returns the moving average of the weights; calls `checkpoint` with it now and then."""
+    device = latents.device
+    averaged = copy.deepcopy(networks)
+    parameters = networks.parameters()
+    for parameter in averaged.parameters():
+        parameter.requires_grad_(False)
+    optimizer = build_optimizer(parameters, (0.9, 0.98), 0.01)
+    average = Average(parameters, averaged.parameters(), 0.999)
+    total = torch.zeros(3, device=device)
+
+    def step_of(
+        losses: Callable[[], tuple[torch.Tensor, torch.Tensor]], is_short: float, capture: bool
+    ) -> Step:
+
+        def function() -> None:
+            with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
+                flow, text = losses()
+            optimizer.zero_grad(set_to_none=True)
+            (flow + settings.text_weight * text).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            average.update()
+            ones = torch.full_like(flow, is_short)
+            total.add_(torch.stack((flow.detach() * is_short, text.detach(), ones)))
+
+        return Step(function, optimizer, capture)
+
+    def build(compiled: bool, capture: bool) -> tuple[Step, Step]:
+        model = BatchedModel(networks.transformer, networks.text_encoder, compiled)
+        loss = FlowLoss(model, latents, captions, settings)
+        return step_of(loss.short, 1.0, capture), step_of(loss.long, 0.0, capture)
+
+    start = time.monotonic()
+    set_rate(optimizer, 1e-5)
+    steps = first_that_works(build, settings.compiled, settings.capture, log)
+    wait(device)
+    log("flow", event="steps ready", took=time.monotonic() - start)
+    _loop(steps, optimizer, settings, total, start, log, lambda: checkpoint(averaged), every)
+    return averaged
+
+
+def _loop(
+    steps: tuple[Step, Step],
+    optimizer: torch.optim.Optimizer,
+    settings: FlowSettings,
+    total: torch.Tensor,
+    start: float,
+    log: Log,
+    checkpoint: Callable[[], None],
+    every: float,
+) -> None:
+    """Repeats the steps until the time is over."""
+    num, since, logged, saved = 0, 0, time.monotonic(), time.monotonic()
+    total.zero_()
+    while (progress := (time.monotonic() - start) / settings.seconds) < 1:
+        set_rate(optimizer, rate_at(num, progress, settings.rate))
+        steps[num % LONG_EVERY == LONG_EVERY - 1]()
+        num, since = num + 1, since + 1
+        if num % 20 == 0:
+            wait(total.device)  # keeps the host from running ahead of the clock
+        if time.monotonic() - logged > 10:
+            flow, text, count = total.tolist()
+            spent = (time.monotonic() - logged) * 1000 / since
+            log("flow", step=num, flow=flow / max(count, 1), text=text / max(count, 1), ms=spent)
+            total.zero_()
+            since, logged = 0, time.monotonic()
+        if time.monotonic() - saved > every:
+            checkpoint()
+            saved = logged = time.monotonic()
+            total.zero_()
+            since = 0
+    wait(total.device)
+    log("flow", event="done", step=num, batch=settings.batch)
+
+
+def save_flow(networks: Networks, file: Path) -> None:
+    """Writes both networks as fp16; the output head is tied to the embedding and left out."""
+    tensors = {}
+    for prefix, model in (
+        ("transformer", networks.transformer),
+        ("text_encoder", networks.text_encoder),
+    ):
+        for name, value in model.state_dict().items():
+            if name != "lm_head.weight":
+                tensors[f"{prefix}.{name}"] = value.detach().half().cpu().contiguous()
+    part = file.with_suffix(".part")
+    save_file(tensors, part)
+    part.rename(file)
+
+
+def compile_ahead(sizes: Sizes, batch: int, device: torch.device, autocast: bool) -> None:
+    """Compiles the training step's kernels on made-up data, so that the real run finds them in the disk cache."""
+    text_encoder = build_text_encoder(sizes, VOCABULARY)
+    model = BatchedModel(
+        build_transformer(sizes).to(device), text_encoder.to(device), compiled=True
+    )
+    num = 64
+    captions = Captions(
+        torch.randint(4, VOCABULARY, (num, VARIANTS, SHORT), dtype=torch.int16, device=device),
+        torch.full((num, VARIANTS), 9, dtype=torch.uint8, device=device),
+        torch.randint(4, VOCABULARY, (num, LONG), dtype=torch.int16, device=device),
+        torch.full((num,), 40, dtype=torch.uint8, device=device),
+    )
+    latents = torch.randn(num, 16, 16, 16, device=device).half()
+    loss = FlowLoss(model, latents, captions, FlowSettings(0.0, batch=batch))
+    for losses in (loss.short, loss.long):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            flow, text = losses()
+        (flow + text).backward()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=compile_ahead.__doc__)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = True  # as in the run: it is part of the cache's key
+    compile_ahead(TINY if args.tiny else Sizes(), args.batch, device, device.type == "cuda")
+    print("compiled ahead", flush=True)
+
+
+if __name__ == "__main__":
+    main()
