@@ -1,0 +1,88 @@
+"""The command line: `main()`, its commands, and how an error becomes one sentence and a code.
+
+Must never import torch or diffusers before a command runs. The surprising fact: an unknown flag, a
+value a pipeline refuses and a line of a file that makes no sense all end here, as exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from dit_graphs.pipelines.generate import InputError
+
+from . import batch, doctor, generate, inspection
+from .flags import command, option_name
+
+__all__ = ["build_app", "main"]
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+COMMANDS = {"generate": generate, "batch": batch, "inspect": inspection, "doctor": doctor}
+# What every usage error of the command-line library derives from, whichever it is built on.
+_UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
+_ARGUMENTS = {"prompt": "PROMPT", "file": "FILE.jsonl", "request": "the request", "line": "line"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the result is the process's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = build_app()(args=arguments, prog_name="dit-graphs", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except InputError as error:
+        return _refuse(f"{_named(error.option)}: {error.problem}")
+    except _UsageProblem as error:
+        return _refuse(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        print(f"dit-graphs: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        sys.stdout = None  # the reader has gone: nothing more can be said
+        return 1
+
+
+def build_app() -> typer.Typer:
+    """The typer application with every command."""
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        help="CUDA graphs for diffusers pipelines: same pixels, no compiler.",
+    )
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")
+        ] = False,
+    ) -> None:
+        """CUDA graphs for diffusers pipelines: same pixels, no compiler, memory under a budget."""
+
+    for name, module in COMMANDS.items():
+        command(app, name, module.run, module.ARGUMENTS, module.flags())
+    return app
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"dit-graphs {metadata.version('dit-graphs')}")
+        raise typer.Exit()
+
+
+def _named(option: str) -> str:
+    return _ARGUMENTS.get(option) or option_name(option)
+
+
+def _refuse(sentence: str) -> int:
+    print(f"dit-graphs: {sentence}", file=sys.stderr)
+    return BAD_INPUT

@@ -1,0 +1,159 @@
+"""Owns `dit-graphs generate`: prompts in, files out, or one file made again from its record.
+
+Must never change what was asked. The surprising fact: `--from` judges itself: it compares the new
+file's bytes with the old one's and says what differs between the two environments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from dit_graphs.pipelines.generate import GenerateRequest, InputError, Json
+
+from .flags import Flag, Given, graph_flags, model_flags, request_flags
+
+__all__ = ["ARGUMENTS", "OUTPUT", "flags", "run"]
+
+OUTPUT = Flag(
+    "output", "output", str | None, "folder the files go to (default: outputs)", "Files", "DIR"
+)
+_FROM = Flag("from_", "from", str | None, "make this PNG or JSON sidecar again", "Files", "FILE")
+ARGUMENTS = [
+    inspect.Parameter(
+        "prompts",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None,
+        annotation=Annotated[
+            list[str] | None, typer.Argument(metavar="PROMPT...", show_default=False)
+        ],
+    )
+]
+
+
+def flags() -> list[Flag]:
+    """The flags of this command."""
+    return [OUTPUT, _FROM, *request_flags(), *model_flags(), *graph_flags()]
+
+
+def run(given: Given) -> int:
+    """Make a picture or a video of each PROMPT.
+
+    Image i of --num-images uses the seed --seed + i and can be made again alone. Every file carries
+    its parameters (in the PNG, and in a JSON file beside it); --from FILE makes it again.
+    """
+    if "from_" in given:
+        return _again(given, Path(str(given.value("from_"))))
+    prompts = cast("list[str | None]", given.value("prompts") or [None])
+    requests = [given.request(prompt) for prompt in prompts]
+    _make(given, requests)
+    return 0
+
+
+def _make(
+    given: Given,
+    requests: list[GenerateRequest],
+    *,
+    model: dict[str, Json] | None = None,
+    graphs: dict[str, Json] | None = None,
+) -> list[tuple[Path, dict[str, Json]]]:
+    """Every item of every request, saved; (file, record) of each."""
+    since = time.perf_counter()
+    from dit_graphs.pipelines.generate import Naming, check_output, generate_items, guidance_note
+
+    from .report import announce, listing_finished, warn
+    from .session import completed, open_session
+
+    folder = Path(str(given.value("output") or "outputs"))
+    check_output(folder)
+    session = open_session(given, requests, since=since, model=model, graphs=graphs)
+    made: list[tuple[Path, dict[str, Json]]] = []
+    finished: list[Path] = []
+    pipe = session.loaded.pipe
+    total = sum(request.num_images for request in requests)
+    with listing_finished(finished):
+        for request in (completed(session, request) for request in requests):
+            note = guidance_note(pipe, request)
+            if note is not None:
+                warn(note)
+            naming = Naming(folder=folder)
+            pipe.set_progress_bar_config(
+                disable=not sys.stderr.isatty(), leave=False, desc=f"{len(finished) + 1}/{total}"
+            )
+            for item in generate_items(
+                session.loaded, request, naming=naming, graphs=session.graphs, name=session.name
+            ):
+                finished += item.files
+                made += [(path, item.record) for path in item.files]
+                announce(item, request, session.loaded.device)
+    return made
+
+
+def _again(given: Given, source: Path) -> int:
+    """Make the item of a record again; 0 where the bytes are the same or the user changed it."""
+    from dit_graphs.pipelines.generate import changes, read_record
+
+    if "prompts" in given:
+        raise InputError("from", "expected no PROMPT beside it: the file has its own")
+    record = read_record(source)
+    hashes = _hashes(source)
+    own = given.names([*request_flags(), *model_flags(), *graph_flags()])
+    request = given.request(None, base=GenerateRequest.from_mapping(_mapping(record["request"])))
+    _check_inputs(record, own)
+    made = _make(
+        given,
+        [request],
+        model=_mapping(record["model"]),
+        graphs=_mapping(record.get("graphs") or {}),
+    )
+    if {_file_hash(path) for path, _ in made} & hashes:
+        print(f"same bytes as {source}")
+        return 0
+    new = made[0][1]
+    same_pixels = new["pixels_sha256"] == record["pixels_sha256"]
+    print(f"{'same pixels, other bytes than' if same_pixels else 'not the same as'} {source}:")
+    lines = [line for line in changes(record, new) if not line.startswith("pixels_sha256")]
+    for line in lines or ["nothing that was recorded has changed"]:
+        print(f"  {line}")
+    return 0 if own or same_pixels else 1
+
+
+def _check_inputs(record: dict[str, Json], own: list[str]) -> None:
+    """Every input picture of the record is still there; the user hears of one that changed."""
+    from .report import warn
+
+    for entry in cast("list[dict[str, str]]", record.get("inputs") or []):
+        if entry["option"] in own:
+            continue
+        path = Path(entry["path"])
+        if not path.is_file():
+            raise InputError(entry["option"], f"the input file is missing: {entry['path']!r}")
+        if _file_hash(path) != entry["sha256"]:
+            warn(f"{entry['path']} has changed since {entry['sha256'][:12]} was used")
+
+
+def _file_hash(path: Path) -> str:
+    from dit_graphs.pipelines.generate.inputs import file_sha256
+
+    return file_sha256(path)
+
+
+def _hashes(source: Path) -> set[str]:
+    """The hashes of the files a record's source stands for."""
+    if source.suffix.lower() == ".png":
+        return {_file_hash(source)}
+    import json
+
+    sidecar = json.loads(source.read_text(encoding="utf-8"))
+    return {entry["sha256"] for entry in sidecar.get("files", [])}
+
+
+def _mapping(value: Json) -> dict[str, Json]:
+    if not isinstance(value, dict):
+        raise InputError("from", f"expected a JSON object in the record, got {value!r}")
+    return value

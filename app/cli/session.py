@@ -1,0 +1,98 @@
+"""Owns the way from a model's name to an accelerated pipeline, and what is said about it.
+
+Must never decide what is drawn. The surprising fact: on a CPU only the bundled model is recorded
+and replayed by default: it is there to be looked at, and a recorder makes nothing faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import dit_graphs
+from dit_graphs import GraphConfig
+from dit_graphs.pipelines.generate import (
+    BUNDLED,
+    GenerateRequest,
+    InputError,
+    Json,
+    LoadedPipeline,
+    check_names,
+    complete,
+    load_pipeline,
+    open_images,
+    resolve_class,
+)
+
+from .flags import Given
+
+__all__ = ["Session", "open_session"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """An accelerated pipeline; `graphs` is what was asked for, `name` the model's name in records
+    where its path says nothing elsewhere."""
+
+    loaded: LoadedPipeline
+    graphs: GraphConfig
+    name: str | None
+
+
+def open_session(
+    given: Given,
+    requests: Iterable[GenerateRequest],
+    *,
+    since: float,
+    model: Mapping[str, Json] | None = None,
+    graphs: Mapping[str, Json] | None = None,
+    say: Callable[[str], None] = print,
+) -> Session:
+    """The pipeline the flags name, loaded and accelerated; arguments are checked before weights
+    are read. `model` and `graphs` come from a record and are overridden by flags; `since` is the
+    `perf_counter` at which the user's wait began, before any library was imported."""
+    config = given.graphs(graphs)
+    values: dict[str, Json] = dict(model or {})
+    is_bundled = "model" not in given and values.get("model", BUNDLED) == BUNDLED
+    if is_bundled:
+        from dit_graphs.app import demo_model
+
+        values["model"] = str(demo_model.path())
+    spec = given.model(values)
+    pipeline_class = resolve_class(spec)
+    for request in requests:
+        check_names(pipeline_class, request)
+        open_images(request)
+    _be_quiet()
+    libraries = time.perf_counter() - since
+    loaded = load_pipeline(spec)
+    accelerate(loaded, config, is_bundled=is_bundled)
+    seconds = time.perf_counter() - since
+    name = type(loaded.pipe).__name__
+    say(f"load     {seconds:8.2f} s  {name} on {loaded.device} (libraries {libraries:.2f} s)")
+    return Session(loaded, config, BUNDLED if is_bundled else None)
+
+
+def accelerate(loaded: LoadedPipeline, config: GraphConfig, *, is_bundled: bool) -> None:
+    """`loaded.pipe` now runs from graphs as `config` says. A wrong value raises `InputError`."""
+    if is_bundled and loaded.device.type == "cpu" and config.backend == "auto":
+        config = replace(config, backend="recorded")
+    try:
+        dit_graphs.accelerate(loaded.pipe, config)
+    except dit_graphs.ConfigError as error:
+        raise InputError("model", str(error)) from error
+
+
+def completed(session: Session, request: GenerateRequest) -> GenerateRequest:
+    """`request` as it will be called: the model's defaults and a seed filled in."""
+    return complete(session.loaded, request)
+
+
+def _be_quiet() -> None:
+    """One progress bar is enough: the steps', and only where somebody watches."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()

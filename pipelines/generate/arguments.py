@@ -1,0 +1,124 @@
+"""Owns the way from a request to the keyword arguments of one pipeline's `__call__`.
+
+Must never drop an argument: what the pipeline's signature does not name is an `InputError` that
+lists what it does. The surprising fact: `guidance_scale` means two things. In guidance-distilled
+models it feeds an embedding; where a pipeline has `true_cfg_scale` and its denoiser no such
+embedding, the user's guidance goes there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+
+from diffusers import DiffusionPipeline
+
+from .errors import InputError
+from .inputs import InputFile
+from .request import GenerateRequest, Json
+
+__all__ = ["accepted_names", "call_arguments", "check_names", "guidance_note"]
+
+# What a request cannot carry as JSON, or what would make the answer something else than pictures.
+_RESERVED = {
+    "self",
+    "args",
+    "kwargs",
+    "generator",
+    "latents",
+    "output_type",
+    "return_dict",
+    "callback",
+    "callback_steps",
+    "callback_on_step_end",
+    "callback_on_step_end_tensor_inputs",
+    "num_images_per_prompt",
+    "num_videos_per_prompt",
+    "batch_size",
+}
+_NOT_ARGUMENTS = {"seed", "num_images", "fps", "set"}
+
+
+def accepted_names(pipeline_class: type[DiffusionPipeline]) -> tuple[str, ...]:
+    """The arguments of the pipeline's `__call__` that a request may set, sorted."""
+    names = inspect.signature(pipeline_class.__call__).parameters
+    return tuple(
+        sorted(n for n in names if n not in _RESERVED and not n.endswith(("_embeds", "_mask")))
+    )
+
+
+def check_names(pipeline_class: type[DiffusionPipeline], request: GenerateRequest) -> None:
+    """Raise `InputError` for the first thing asked that the pipeline does not take."""
+    accepted = accepted_names(pipeline_class)
+    for name in _asked(request):
+        takes = name in accepted or (name == "guidance_scale" and "true_cfg_scale" in accepted)
+        if not takes:
+            raise InputError(
+                name, f"{pipeline_class.__name__} does not take it; it takes {', '.join(accepted)}"
+            )
+    for name in request.set:
+        if name not in accepted:
+            raise InputError(
+                "set",
+                f"{pipeline_class.__name__} does not take {name!r}; it takes {', '.join(accepted)}",
+            )
+        if name in _asked(request):
+            raise InputError("set", f"{name!r} was given twice; {name} has an option of its own")
+    parameters = inspect.signature(pipeline_class.__call__).parameters
+    prompt = parameters.get("prompt")
+    if prompt is not None and request.prompt is None and not _has_other_subject(request):
+        raise InputError("prompt", f"{pipeline_class.__name__} needs a prompt")
+
+
+def call_arguments(
+    pipe: DiffusionPipeline, request: GenerateRequest, inputs: Sequence[InputFile] = ()
+) -> dict[str, object]:
+    """Fresh keyword arguments for one call of `pipe`; the generator is not among them.
+
+    Raises `InputError` for anything the pipeline does not take. Values are copies: pipelines pop
+    keys from dictionaries they are given.
+    """
+    check_names(type(pipe), request)
+    arguments: dict[str, object] = {}
+    for name, value in _asked(request).items():
+        target = _guidance_name(pipe) if name == "guidance_scale" else name
+        pictures: list[object] = [item.image for item in inputs if item.option == name]
+        if pictures:
+            arguments[target] = pictures[0] if len(pictures) == 1 else pictures
+        else:
+            arguments[target] = value
+    return arguments | deepcopy(dict(request.set))
+
+
+def guidance_note(pipe: DiffusionPipeline, request: GenerateRequest) -> str | None:
+    """A sentence for the user where the asked guidance cannot act, else None."""
+    if request.guidance_scale is None or request.negative_prompt is not None:
+        return None
+    if _guidance_name(pipe) != "true_cfg_scale" or request.guidance_scale <= 1:
+        return None
+    return (
+        f"guidance_scale is true_cfg_scale in {type(pipe).__name__} and acts only beside a "
+        "negative prompt (a blank one will do)"
+    )
+
+
+def _asked(request: GenerateRequest) -> Mapping[str, Json]:
+    given = request.to_mapping()
+    return {name: value for name, value in given.items() if name not in _NOT_ARGUMENTS}
+
+
+def _has_other_subject(request: GenerateRequest) -> bool:
+    """Pictures or extra arguments can stand in for words (image to video, class labels)."""
+    return bool(request.image or request.set)
+
+
+def _guidance_name(pipe: DiffusionPipeline) -> str:
+    names = inspect.signature(type(pipe).__call__).parameters
+    if "true_cfg_scale" not in names:
+        return "guidance_scale"
+    if "guidance_scale" not in names:
+        return "true_cfg_scale"
+    denoiser = getattr(pipe, "transformer", None)
+    has_embedding = bool(getattr(getattr(denoiser, "config", None), "guidance_embeds", False))
+    return "guidance_scale" if has_embedding else "true_cfg_scale"

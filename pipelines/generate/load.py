@@ -1,0 +1,185 @@
+"""Owns the loading of a pipeline from a `ModelSpec`: class, weights, device and dtype.
+
+Must never change what the user asked for: what cannot be done is an `InputError`. The surprising
+fact: the class is found from the model's index alone, so arguments are checked against its
+signature before any weight is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from packaging.version import Version
+
+from .errors import InputError
+from .model import ModelSpec
+from .request import Json
+from .setup import set_up
+
+__all__ = ["LoadedPipeline", "load_pipeline", "resolve_class", "resolve_device"]
+
+DEFAULTS_FILE = "dit_graphs.json"
+_DENOISERS = ("transformer", "unet")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedPipeline:
+    """A pipeline ready to be called, and what it was made from.
+
+    `defaults` are the call arguments a model folder asks for in its `dit_graphs.json`.
+    """
+
+    pipe: DiffusionPipeline
+    spec: ModelSpec
+    device: torch.device
+    defaults: dict[str, Json] = field(default_factory=dict)
+
+
+def load_pipeline(spec: ModelSpec) -> LoadedPipeline:
+    """The pipeline of `spec`, set up and on its device. Raises `InputError` if it cannot be."""
+    pipeline_class = resolve_class(spec)
+    device = resolve_device(spec)
+    dtype = _dtype(spec, device)
+    try:
+        if spec.single_file is not None:
+            pipe = _from_single_file(spec, spec.single_file, pipeline_class, dtype)
+        else:
+            pipe = pipeline_class.from_pretrained(
+                spec.model, **_typed(dtype), variant=spec.variant, revision=spec.revision
+            )
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            "model", f"{spec.model!r} cannot be loaded: {_first_line(error)}"
+        ) from error
+    set_up(pipe, spec, device)
+    return LoadedPipeline(pipe, spec, device, call_defaults(spec, pipeline_class))
+
+
+def call_defaults(spec: ModelSpec, pipeline_class: type[DiffusionPipeline]) -> dict[str, Json]:
+    """What the model folder's `dit_graphs.json` says the pipeline should be called with."""
+    path = Path(spec.model) / DEFAULTS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError("model", f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError("model", f"{path} must hold one JSON object")
+    # A folder serves several classes (text to image, image to image): each takes what it knows.
+    names = inspect.signature(pipeline_class.__call__).parameters
+    return {name: value for name, value in values.items() if name in names}
+
+
+def resolve_class(spec: ModelSpec) -> type[DiffusionPipeline]:
+    """The pipeline class `spec` will be loaded with; reads the model's index, not its weights."""
+    name = spec.pipeline or _class_name(spec)
+    found = getattr(diffusers, name, None)
+    if not isinstance(found, type) or not issubclass(found, DiffusionPipeline):
+        option = "pipeline" if spec.pipeline else "model"
+        raise InputError(option, f"diffusers {diffusers.__version__} has no pipeline {name!r}")
+    return found
+
+
+def resolve_device(spec: ModelSpec) -> torch.device:
+    """The device `spec` runs on; one this machine lacks raises `InputError`."""
+    if spec.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise InputError(
+                "device", f"torch sees {count} CUDA devices here, got {spec.device!r}; cpu works"
+            )
+    elif device.type != "cpu" and not getattr(torch, device.type).is_available():
+        raise InputError("device", f"torch has no {device.type} device here; cpu works")
+    return device
+
+
+def _class_name(spec: ModelSpec) -> str:
+    place = spec.model
+    if spec.single_file is not None:
+        place = spec.base or _default_base(spec.single_file)
+    try:
+        index = DiffusionPipeline.load_config(place, revision=spec.revision)
+    except (OSError, ValueError) as error:
+        raise InputError("model", f"{place!r} cannot be loaded: {_first_line(error)}") from error
+    return str(index["_class_name"])
+
+
+def _default_base(path: Path) -> str:
+    """The hub id whose configuration diffusers uses for this checkpoint."""
+    from diffusers.loaders.single_file_utils import (
+        fetch_diffusers_config,
+        load_single_file_checkpoint,
+    )
+
+    try:
+        return str(fetch_diffusers_config(load_single_file_checkpoint(str(path)))[_PRETRAINED])
+    except (KeyError, OSError, ValueError) as error:
+        raise InputError("base", f"not known for {str(path)!r}; name a pipeline") from error
+
+
+_PRETRAINED = "pretrained_model_name_or_path"
+
+
+def _from_single_file(
+    spec: ModelSpec, path: Path, pipeline_class: type[DiffusionPipeline], dtype: torch.dtype
+) -> DiffusionPipeline:
+    """A whole checkpoint, or a denoiser alone beside the base pipeline's other components."""
+    base = spec.base or _default_base(path)
+    if path.suffix != ".gguf" and _is_whole(path):
+        if not hasattr(pipeline_class, "from_single_file"):
+            raise InputError("model", f"{pipeline_class.__name__} cannot be read from one file")
+        return pipeline_class.from_single_file(str(path), config=base, **_typed(dtype))
+    index = DiffusionPipeline.load_config(base, revision=spec.revision)
+    name = next((n for n in _DENOISERS if n in index), "")
+    model_class = getattr(diffusers, index[name][1], None) if name else None
+    if model_class is None or not hasattr(model_class, "from_single_file"):
+        raise InputError("model", f"the denoiser of {base!r} cannot be read from one file")
+    quantized = {}
+    if path.suffix == ".gguf":
+        quantized["quantization_config"] = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
+    denoiser = model_class.from_single_file(
+        str(path), config=base, subfolder=name, **_typed(dtype), **quantized
+    )
+    return pipeline_class.from_pretrained(
+        base, **_typed(dtype), variant=spec.variant, revision=spec.revision, **{name: denoiser}
+    )
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint holds an autoencoder beside its denoiser."""
+    if path.suffix != ".safetensors":
+        return True
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        return any(key.startswith(("first_stage_model.", "vae.")) for key in file.keys())  # noqa: SIM118
+
+
+def _dtype(spec: ModelSpec, device: torch.device) -> torch.dtype:
+    if spec.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, spec.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _typed(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The loaders' argument, which diffusers has renamed and warns about under its old name."""
+    is_renamed = Version(diffusers.__version__) >= Version("0.42")
+    return {"dtype" if is_renamed else "torch_dtype": dtype}
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
