@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._device import DeviceContext
 
 from .errors import Reason
@@ -25,6 +26,8 @@ def foreign_mode(device: torch.device) -> Reason | None:
     """
     if torch.is_grad_enabled():
         return Reason.GRAD_ENABLED
+    if _has_any_global_hook():
+        return Reason.HOOKS
     core = torch._C
     if core._len_torch_dispatch_stack() or core._get_tracing_state() is not None:
         return Reason.FOREIGN_MODE

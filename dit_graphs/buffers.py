@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["bits_equal", "copy_layout", "empty_layout", "poison", "span_numel"]
+__all__ = [
+    "bits_equal",
+    "clone_layout",
+    "copy_layout",
+    "empty_layout",
+    "poison",
+    "same_view",
+    "span_bytes",
+    "span_numel",
+]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -19,6 +28,21 @@ def span_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def span_bytes(tensor: Tensor) -> int:
+    """Bytes between the first and the last element of a tensor, both included."""
+    return span_numel(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
+
+
+def same_view(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory, as the same type."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def empty_layout(
@@ -46,6 +70,19 @@ def copy_layout(target: Tensor, source: Tensor) -> None:
     if overlaps(target) and target.stride() == source.stride():
         target, source = _span(target), _span(source)
     target.copy_(source)
+
+
+def clone_layout(tensor: Tensor) -> Tensor:
+    """A copy that owns its memory and keeps the strides, also of slices and expanded tensors.
+
+    `Tensor.clone` makes those contiguous, and then a result would not be eager's.
+    """
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride():
+        return copy
+    copy = empty_layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    copy_layout(copy, tensor)
+    return copy
 
 
 def bits_equal(left: Tensor, right: Tensor) -> bool:

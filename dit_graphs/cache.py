@@ -12,9 +12,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from torch import Tensor
-
 from .backends.base import Recording
+from .buffers import clone_layout
 from .errors import Reason
 from .memory import Stopwatch
 from .observer import Observation
@@ -57,6 +56,7 @@ class Entry:
 
     signature: Signature
     plan: StructurePlan
+    masked: Hashable
     state: State = State.COLD
     uses: int = 0
     heat: float = 0.0
@@ -90,7 +90,7 @@ class Entry:
     def hand_out(self) -> object:
         """The recording's output, cloned in the caller's mode."""
         assert self.recording is not None
-        return map_tensors(self.recording.output, Tensor.clone)
+        return map_tensors(self.recording.output, clone_layout)
 
     def forget_bound(self) -> None:
         """The caller's tensors of the last call are let go."""
@@ -138,6 +138,7 @@ class GraphCache:
         entry = self.entries.get(signature)
         if entry is not None:
             self._touch(entry, request)
+            self._scalars.pop(entry.masked, None)  # a value that came back is not a varying one
         return entry
 
     def _touch(self, entry: Entry, request: int | None) -> None:
@@ -154,7 +155,10 @@ class GraphCache:
         return entry.heat * float(0.5 ** ((self._now - entry.last_use) / _HALF_LIFE))
 
     def varies(self, signature: Signature) -> bool:
-        """Whether a Python number of this new signature differed on each of three calls."""
+        """Whether a Python number of this new signature differed on each of three calls in a row.
+
+        A strength that changes between generations does not count: it repeats within one.
+        """
         masked = signature.without_numbers()
         if masked in self._varying:
             return True
@@ -172,7 +176,7 @@ class GraphCache:
         """A cold entry for a new signature."""
         structure = signature.argument_structure()
         plan = self.plans.setdefault(structure, StructurePlan(policy))
-        entry = Entry(signature, plan)
+        entry = Entry(signature, plan, signature.without_numbers())
         self.entries[signature] = entry
         self._touch(entry, request)
         if len(self.entries) > _MAX_ENTRIES:

@@ -7,7 +7,7 @@ made twice, once into a scratch pool that is thrown away, because a failure ther
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .backends import CapturePlan, make_backend
 from .breaks import handling_breaks
+from .buffers import clone_layout
 from .cache import Entry, State
 from .config import GraphConfig
 from .constants import ConstantTable
@@ -26,7 +27,7 @@ from .request import Request
 from .signature import registered_leaves
 from .static_inputs import StaticInputs
 from .stats import RunnerStats, log
-from .tree import UnknownLeaf, map_tensors
+from .tree import map_tensors
 from .verify import Verdict, verify_call
 from .watch import BreakPolicy
 
@@ -63,18 +64,31 @@ class Forward:
         self, buffers: list[Tensor], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Callable[[], object]:
         """The call with `buffers` in place of its tensors (those that are in the signature)."""
-        following = iter(buffers)
 
-        def swap(value: object) -> object:
-            return map_tensors(
-                value, lambda _: next(following), keep_unknown=True, opaque=registered_leaves()
-            )
+        def rebuilt() -> tuple[list[object], dict[str, object]]:
+            following = iter(buffers)
 
-        swapped = [swap(value) for value in args]
-        named = {
-            name: value if name in self.ignore else swap(value) for name, value in kwargs.items()
-        }
-        return lambda: self.eager(*swapped, **named)
+            def swap(value: object) -> object:
+                return map_tensors(
+                    value, lambda _: next(following), keep_unknown=True, opaque=registered_leaves()
+                )
+
+            swapped = [swap(value) for value in args]
+            return swapped, {
+                name: value if name in self.ignore else swap(value)
+                for name, value in kwargs.items()
+            }
+
+        def call() -> object:
+            # fresh containers each time: a forward may pop from what it is given
+            swapped, named = rebuilt()
+            before = rebuilt()
+            result = self.eager(*swapped, **named)
+            if not _unchanged(before, (swapped, named)):
+                raise CaptureAborted(Reason.PYTHON_STATE, "a container it was given was changed")
+            return result
+
+        return call
 
 
 class Capturer:
@@ -168,13 +182,13 @@ class Capturer:
 
         Raises `CaptureAborted` where no capture of this code path can work.
         """
-        inputs = StaticInputs(tensors, self.state.device)
+        inputs = _buffers_for(entry, tensors, self.state.device)
         random = self.state.random_state()
         policy = entry.plan.policy
         observer = Observer(self.forward.module, self.state.device, policy, inputs.buffers)
+        inputs.bind(tensors)
+        call = self.forward.on(inputs.buffers, args, kwargs)
         try:
-            inputs.bind(tensors)
-            call = self.forward.on(inputs.buffers, args, kwargs)
             with (
                 self.state.capture_stream(),
                 self.forward.conditions(),
@@ -183,21 +197,25 @@ class Capturer:
                 observer,
             ):
                 output = call()
-            result = map_tensors(output, Tensor.clone)
             observation = observer.observation()
-            self._plan_breaks(entry, observation)
-        except CaptureAborted:
-            self.state.set_random_state(random)
-            raise
-        except UnknownLeaf as leaf:
-            self.state.set_random_state(random)
-            raise CaptureAborted(Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}") from None
+            if _written_overlap(entry, observation.written_inputs):
+                raise CaptureAborted(
+                    Reason.UNSUPPORTED_ARGUMENT, "written in place and overlapping another"
+                )
         except Exception as error:
             self.state.set_random_state(random)
+            observer.undo()
+            if isinstance(error, CaptureAborted):
+                raise
             detail = f"{type(error).__name__}: {error}"
             raise CaptureAborted(Reason.CAPTURE_FAILED, detail) from error
+        self._plan_breaks(entry, observation)
+        result = map_tensors(output, clone_layout, keep_unknown=True)
         inputs.copy_back(tensors, observation.written_inputs)
-        if not observation.host_reads or self.backend == "debug":
+        refusal = observer.refusal(output)
+        if refusal is not None:
+            entry.block(*refusal)
+        elif not observation.host_reads or self.backend == "debug":
             entry.inputs, entry.observation = inputs, observation
             entry.plan.is_simple = observation.is_simple
         return result
@@ -234,7 +252,7 @@ class Capturer:
     ) -> None:
         """The entry holds a recording, not yet trusted. Raises `CaptureAborted`."""
         if entry.inputs is None:
-            entry.inputs = StaticInputs(tensors, self.state.device)
+            entry.inputs = _buffers_for(entry, tensors, self.state.device)
             entry.inputs.bind(tensors)
         observation = entry.observation or _NOTHING_SEEN
         call = self.forward.on(entry.inputs.buffers, args, kwargs)
@@ -302,7 +320,7 @@ class Capturer:
         random = self.state.random_state()
         kept = [(tensor, tensor.clone()) for tensor in observed.written_externals]
         changed = entry.inputs.perturb()
-        tensors = [buffer.clone() for buffer in entry.inputs.buffers]
+        tensors = entry.inputs.copies()
         call = self.forward.on(tensors, args, kwargs)
 
         def eager() -> object:
@@ -317,6 +335,29 @@ class Capturer:
         if verdict.reason is None:
             entry.inputs.prove(changed)
         return verdict
+
+
+def _buffers_for(entry: Entry, tensors: list[Tensor], device: torch.device) -> StaticInputs:
+    return StaticInputs(tensors, device, [spec.group for spec in entry.signature.tensors])
+
+
+def _written_overlap(entry: Entry, written: frozenset[int]) -> bool:
+    """Whether an argument written in place shares part of its memory with another one."""
+    specs = entry.signature.tensors
+    tied = {index for index, spec in enumerate(specs) if spec.overlaps}
+    tied |= {other for spec in specs for other, _ in spec.overlaps}
+    return bool(tied & written)
+
+
+def _unchanged(before: object, after: object) -> bool:
+    """Whether containers still hold the very same leaves."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        return list(before) == list(after) and all(
+            _unchanged(value, after[key]) for key, value in before.items()
+        )
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+        return len(before) == len(after) and all(map(_unchanged, before, after))
+    return before is after
 
 
 def _outermost(paths: dict[str, None]) -> list[str]:

@@ -51,6 +51,7 @@ class Reason(str, Enum):
     HOOKS = "hooks"
     OTHER_DEVICE = "other_device"
     COMPILED = "compiled"
+    PYTHON_STATE = "python_state"
     STATE_CHANGED = "state_changed"
 
     def __str__(self) -> str:
@@ -99,6 +100,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.HOOKS: "forward hooks are installed on the module",
     Reason.OTHER_DEVICE: "an argument or weight lives on another device than the module",
     Reason.COMPILED: "the module or a block of it is compiled: it runs as compiled",
+    Reason.PYTHON_STATE: "every call changes Python objects, which a replay would not do",
     Reason.STATE_CHANGED: "weights or Python state changed: the old graph was dropped",
 }
 

@@ -18,7 +18,17 @@ from .breaks import BreakResult, BreakSite, RecordedBreak, call_break, handling_
 from .constants import ConstantTable, caller_location
 from .errors import CaptureAborted, Reason
 from .host_functions import HANDLERS
-from .watch import Args, BreakPolicy, Kwargs, OpTraits, Watch, iter_tensors, storage_key
+from .tree import UnknownLeaf, freeze
+from .watch import (
+    Args,
+    BreakPolicy,
+    Kwargs,
+    OpTraits,
+    Watch,
+    iter_tensors,
+    storage_key,
+    unwatched,
+)
 
 __all__ = ["Guard", "HostRead", "Observation", "Observer", "breaking_modules"]
 
@@ -83,13 +93,13 @@ class Observer(Watch):
         self._constant_of: dict[int, tuple[str, int]] = {}
         self._reads: list[HostRead] = []
         self._breaks: list[RecordedBreak] = []
-        self._generators: list[torch.Generator] = []
+        self._generators: dict[torch.Generator, Tensor] = {}
         self._random = False
         self._written_inputs: set[int] = set()
-        self._written: dict[int, Tensor] = {}
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
         self._launches = 0
         self._break_launches = 0
-        self._failure: CaptureAborted | None = None
+        self._refusal: tuple[Reason, str] | None = None
 
     def host_read(self, name: str) -> None:
         path, location = self.location()
@@ -101,8 +111,10 @@ class Observer(Watch):
 
     def constant(self, build: Callable[[], Tensor], source: Callable[[], Tensor]) -> Tensor:
         key = self.occurrences.next(caller_location())
-        result = build()
-        self._constants.record(key, source(), result)
+        with unwatched():  # the transfer itself is explained: it is not host traffic
+            result = build()
+            made_from = source()
+        self._constants.record(key, made_from, result)
         self._constant_of[storage_key(result)] = key
         return result
 
@@ -123,36 +135,36 @@ class Observer(Watch):
         # an op-level break runs below our own dispatch handler, which then counts nothing
         self._launches = max(self._launches, before + 1)
         self._break_launches += self._launches - before
+        if site.kind == "op":  # its schema has no alias: the result is memory of its own
+            self._note_produced(result)
         try:
-            self._breaks.append(RecordedBreak(site, BreakResult.of(result)))
+            with unwatched():
+                self._breaks.append(RecordedBreak(site, BreakResult.of(result)))
         except CaptureAborted as failure:
-            self._failure = failure
+            self._refusal = (failure.reason, failure.detail)
         return result
 
-    def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
-        if not traits.is_view:
-            self._launches += 1
-        if self.in_break:
-            return
+    def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
         if traits.is_random:
-            self._note_random(traits, args, kwargs)
-        for position in traits.writes:
-            written = (
-                kwargs.get(position)
-                if isinstance(position, str)
-                else (args[position] if position < len(args) else None)
-            )
-            for tensor in iter_tensors((written,)):
-                self._note_write(tensor)
-        if traits.is_plain:
-            for tensor in iter_tensors((result,)):
-                self._produced.add(storage_key(tensor))
+            self._note_random(args, kwargs)
+        for tensor in traits.written(args, kwargs):
+            self._note_write(tensor)
 
-    def _note_random(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
+    def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
+        if traits.launches:
+            self._launches += 1
+        if traits.is_plain:
+            self._note_produced(result)
+
+    def _note_produced(self, result: object) -> None:
+        for tensor in iter_tensors((result,)):
+            self._produced.add(storage_key(tensor))
+
+    def _note_random(self, args: Args, kwargs: Kwargs) -> None:
         self._random = True
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and value not in self._generators:
-                self._generators.append(value)
+                self._generators[value] = value.get_state()
 
     def _note_write(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
@@ -160,13 +172,21 @@ class Observer(Watch):
             self._written_inputs.add(self._inputs[key])
         elif key in self._constant_of:
             self._constants.note_write(self._constant_of[key])
-        elif key not in self._produced and key:
-            self._written[key] = tensor.detach()
+        elif key and key not in self._produced and key not in self._written:
+            # the storage, not the view: the forward may write other parts of it later
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            whole.set_(tensor.untyped_storage())
+            self._written[key] = (whole, whole.clone())
+
+    def undo(self) -> None:
+        """Module state and generators are as before the pass; its result must not be used."""
+        for whole, before in self._written.values():
+            whole.copy_(before)
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
     def observation(self) -> Observation:
-        """What was seen. Raises `CaptureAborted` where a break cannot be rebuilt."""
-        if self._failure is not None:
-            raise self._failure
+        """What was seen."""
         return Observation(
             constants=self._constants,
             host_reads=tuple(self._reads),
@@ -174,10 +194,19 @@ class Observer(Watch):
             generators=tuple(self._generators),
             is_random=self._random,
             written_inputs=frozenset(self._written_inputs),
-            written_externals=tuple(self._written.values()),
+            written_externals=tuple(whole for whole, _ in self._written.values()),
             launches=self._launches,
             break_launches=self._break_launches,
         )
+
+    def refusal(self, output: object) -> tuple[Reason, str] | None:
+        """Why what the forward or a break returned cannot be rebuilt; None where it can."""
+        if self._refusal is None:
+            try:
+                freeze(output, [])
+            except UnknownLeaf as leaf:
+                return Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}"
+        return self._refusal
 
 
 class CaptureLog(Protocol):
@@ -217,7 +246,9 @@ class Guard(Watch):
 
     def constant(self, build: Callable[[], Tensor], source: Callable[[], Tensor]) -> Tensor:
         key = self.occurrences.next(caller_location())
-        return self._constants.recall(key, source())
+        with unwatched():
+            made_from = source()
+        return self._constants.recall(key, made_from)
 
     def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
         for tensor in iter_tensors((*args, *kwargs.values())):
@@ -225,7 +256,7 @@ class Guard(Watch):
         if traits.is_plain:
             for tensor in iter_tensors((result,)):
                 self._log.note_produced(tensor)
-        if not traits.is_view:
+        if traits.launches:
             self._log.note_launch()
 
 

@@ -33,6 +33,7 @@ from .watch import BreakPolicy
 __all__ = ["GraphRunner", "RunnerOptions"]
 
 Eager = Callable[..., object]
+_ASKED_FOR = (Reason.WARMING_UP, Reason.DISABLED, Reason.KILL_SWITCH)  # no error when strict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +51,15 @@ class RunnerOptions:
 
 @dataclass(slots=True)
 class Call:
-    """One call, normalised: `tensors` are its tensor leaves in freeze order."""
+    """One call: as the caller wrote it (`args`, `kwargs`), and normalised (`positional`, `named`).
+
+    `tensors` are its tensor leaves in freeze order of the normalised form.
+    """
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
+    positional: tuple[object, ...]
+    named: dict[str, object]
     tensors: list[Tensor]
     request: Request | None
 
@@ -71,7 +77,8 @@ class GraphRunner:
         self.stats = RunnerStats(options.label or options.component)
         self.disabled = 0
         self.cache = GraphCache(config.max_graphs, self._evict)
-        self._form = CallForm(_signature_source(module, eager), options.ignore)
+        self._form_source = _signature_source(module, eager)
+        self._form = CallForm(self._form_source, options.ignore)
         self._watch = ModuleWatch(module)
         self._settle_on(_device_of(module))
 
@@ -98,7 +105,13 @@ class GraphRunner:
                 call, entry = self._look_up(args, kwargs)
             except CaptureAborted as refusal:
                 return self._fall_back(refusal.reason, refusal.detail, args, kwargs)
-            return self._serve(entry, call)
+            if call.request is not None:
+                call.request.at_end(entry, entry.forget_bound)
+                return self._serve(entry, call)
+            try:
+                return self._serve(entry, call)
+            finally:
+                entry.forget_bound()  # outside a request every call is its own
 
     def _bypass(self) -> Reason | None:
         if self.disabled or self.backend == "off":
@@ -117,22 +130,21 @@ class GraphRunner:
         request = current_request()
         number = request.number if request is not None else None
         self._check_module(request)
-        args, kwargs = self._form.normalise(args, kwargs)
+        positional, named = self._form.normalise(args, kwargs)
         tensors: list[Tensor] = []
         extra = (
             self._watch.state_id(number),
             self.options.key() if self.options.key is not None else None,
         )
         try:
-            keyed = self._form.keyed(kwargs)
-            signature = sign(
-                (args, keyed) if args else keyed, ambient_state(self.device), extra, tensors
-            )
+            keyed = self._form.keyed(named)
+            arguments = (positional, keyed) if positional else keyed
+            signature = sign(arguments, ambient_state(self.device), extra, tensors)
         except UnknownLeaf as leaf:
             if leaf.kind == "size":
                 raise CaptureAborted(Reason.SIGNATURE_TOO_LARGE) from None
             raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, leaf.kind) from None
-        call = Call(args, kwargs, tensors, request)
+        call = Call(args, kwargs, positional, named, tensors, request)
         entry = self.cache.find(signature, number)
         if entry is None:
             self._check_tensors(tensors)
@@ -188,10 +200,15 @@ class GraphRunner:
         if not self._make_room(entry):
             return self._fall_back(Reason.MAX_GRAPHS, self._room_detail(), call.args, call.kwargs)
         try:
-            result = self._capturer.observe(entry, call.args, call.kwargs, call.tensors)
+            result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
         except CaptureAborted as refusal:
-            self._refuse(entry, refusal)
-            return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
+            if refusal.reason is not Reason.CAPTURE_FAILED:
+                self._refuse(entry, refusal)
+            # where eager raises too, it is the caller's error and no fault of this signature
+            result = self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
+            if refusal.reason is Reason.CAPTURE_FAILED:
+                self._refuse(entry, refusal)
+            return result
         self.stats.count_eager(Reason.WARMING_UP)
         self._watch.adopt_changes()
         if self._capturer.is_observed(entry):
@@ -205,8 +222,12 @@ class GraphRunner:
         if not self._make_room(entry):
             return
         try:
-            self._capturer.capture(entry, call.args, call.kwargs, call.tensors)
+            self._capturer.capture(entry, call.positional, call.named, call.tensors)
         except CaptureAborted as refusal:
+            if entry.observation is None and refusal.reason is Reason.CONSTANT_CHANGED:
+                entry.plan.is_simple = False  # this size is not like the others: observe it
+                entry.release()
+                return
             self._refuse(entry, refusal)
             return
         self.stats.captures += 1
@@ -247,7 +268,6 @@ class GraphRunner:
         random = self.state.random_state() if entry.recording.breaks else None
         try:
             with self.state.replaying():
-                self._hold_bound(entry, call)
                 entry.inputs.bind(call.tensors)
                 entry.recording.replay()
                 result = entry.hand_out()
@@ -265,7 +285,6 @@ class GraphRunner:
         return result
 
     def _compare(self, entry: Entry, call: Call) -> object:
-        self._hold_bound(entry, call)
         self.stats.compares += 1
         try:
             verdict = verify_call(
@@ -304,7 +323,7 @@ class GraphRunner:
             return
         assert entry.inputs is not None
         try:
-            verdict = self._capturer.compare_perturbed(entry, call.args, call.kwargs)
+            verdict = self._capturer.compare_perturbed(entry, call.positional, call.named)
         except (BreakFailed, CaptureAborted) as failure:
             self._settle_release(entry)
             entry.block(failure.reason, failure.detail)
@@ -340,7 +359,7 @@ class GraphRunner:
     ) -> object:
         self.stats.count_eager(reason, detail)
         self._watch.ran_eager = True
-        if self.config.strict and reason is not Reason.WARMING_UP:
+        if self.config.strict and reason not in _ASKED_FOR:
             raise FallbackError(reason, detail)
         try:
             return self.call_eager(*args, **kwargs)
@@ -362,6 +381,10 @@ class GraphRunner:
         if self._watch.is_current(number):
             return
         change = self._watch.refresh(number)
+        source = _signature_source(self.module, self.eager)
+        if source != self._form_source:  # somebody patched `forward`
+            self._form_source = source
+            self._form = CallForm(source, self.options.ignore)
         here = self._watch.device
         if here is not None and here != self.device:
             self.drop_graphs()
@@ -390,11 +413,6 @@ class GraphRunner:
                 raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, str(tensor.layout))
             if tensor.device != self.device and tensor.device.type != "cpu":
                 raise CaptureAborted(Reason.OTHER_DEVICE, str(tensor.device))
-
-    def _hold_bound(self, entry: Entry, call: Call) -> None:
-        """The caller's tensors are remembered until the request ends, not longer."""
-        if call.request is not None and entry.inputs is not None:
-            call.request.at_end(entry, entry.forget_bound)
 
     def mark_changed(self) -> None:
         """A mutator ran (LoRA, processors, `.to`): the next call checks the module again."""

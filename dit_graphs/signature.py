@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .buffers import same_view, span_bytes
 from .tree import LeafKeys, freeze
 
 __all__ = ["CallForm", "Signature", "TensorSpec", "register_leaf", "registered_leaves", "sign"]
@@ -41,13 +42,18 @@ def registered_leaves() -> LeafKeys:
 
 
 class TensorSpec(NamedTuple):
-    """What a kernel sees of a tensor besides its values; `group` links leaves of one storage."""
+    """What a kernel sees of a tensor besides its values.
+
+    `group`: the first leaf that is the same view of the same memory. `overlaps`: earlier leaves
+    that share some of its memory, each with the distance in bytes.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     group: int
+    overlaps: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         size = "×".join(map(str, self.shape)) or "scalar"
@@ -108,7 +114,7 @@ class Signature:
         if not lines and any(a.stride != b.stride for a, b in specs):
             lines.append("tensor strides differ")
         if not lines and self.tensors != other.tensors:
-            lines.append("tensor devices or shared storages differ")
+            lines.append("tensor devices or shared memory differ")
         if self.ambient != other.ambient:
             lines.append(f"settings: {self.ambient} → {other.ambient}")
         if self.extra != other.extra:
@@ -201,7 +207,11 @@ class CallForm:
 
     def _is_default(self, name: str, value: object) -> bool:
         default = self._defaults[name]
-        return value is default and (default is None or isinstance(default, (bool, str)))
+        if value is None or type(value) is not type(default):
+            return value is default
+        if isinstance(value, float):  # 0.0 equals -0.0
+            return value.hex() == float(default).hex()  # type: ignore[arg-type]
+        return isinstance(value, (bool, int, str)) and value == default
 
 
 def sign(call: object, ambient: Hashable, extra: Hashable, tensors: list[Tensor]) -> Signature:
@@ -216,10 +226,27 @@ def sign(call: object, ambient: Hashable, extra: Hashable, tensors: list[Tensor]
 
 
 def _specs(tensors: list[Tensor]) -> list[TensorSpec]:
-    groups: dict[int, int] = {}
+    storages: dict[int, list[int]] = {}
     specs: list[TensorSpec] = []
     for index, tensor in enumerate(tensors):
+        spec = TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, index)
         pointer = tensor.untyped_storage().data_ptr()
-        group = groups.setdefault(pointer, index) if pointer else index
-        specs.append(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, group))
+        if pointer:
+            earlier = storages.setdefault(pointer, [])
+            if earlier:
+                spec = _related(spec, tensor, [(i, tensors[i]) for i in earlier])
+            earlier.append(index)
+        specs.append(spec)
     return specs
+
+
+def _related(spec: TensorSpec, tensor: Tensor, earlier: list[tuple[int, Tensor]]) -> TensorSpec:
+    """`spec` with its ties to earlier leaves of the same storage."""
+    overlaps: list[tuple[int, int]] = []
+    for index, other in earlier:
+        if same_view(tensor, other):
+            return spec._replace(group=index)
+        distance = tensor.data_ptr() - other.data_ptr()
+        if -span_bytes(tensor) < distance < span_bytes(other):
+            overlaps.append((index, distance))
+    return spec._replace(overlaps=tuple(overlaps))

@@ -7,10 +7,12 @@ copy is skipped only for the very same tensor object, held alive since it was bo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .buffers import bits_equal, copy_layout, empty_layout, overlaps
+from .buffers import bits_equal, clone_layout, copy_layout, empty_layout, overlaps
 
 __all__ = ["StaticInputs"]
 
@@ -22,13 +24,22 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class StaticInputs:
-    """Buffers for the tensor leaves of one signature, in freeze order, on `device`."""
+    """Buffers for the tensor leaves of one signature, in freeze order, on `device`.
 
-    def __init__(self, tensors: list[Tensor], device: torch.device) -> None:
+    `groups[i]` is the first leaf that is the same view as leaf i: both have one buffer, so that a
+    forward that writes one of them sees it in the other, as it would eagerly.
+    """
+
+    def __init__(self, tensors: list[Tensor], device: torch.device, groups: Sequence[int]) -> None:
+        self.groups = tuple(groups)
+        self.buffers: list[Tensor] = []
         with torch.inference_mode(False):
-            self.buffers = [
-                empty_layout(tuple(t.shape), t.stride(), t.dtype, device) for t in tensors
-            ]
+            for index, tensor in enumerate(tensors):
+                if groups[index] != index:
+                    self.buffers.append(self.buffers[groups[index]])
+                    continue
+                shape = tuple(tensor.shape)
+                self.buffers.append(empty_layout(shape, tensor.stride(), tensor.dtype, device))
         self.proven = [False] * len(tensors)
         self.rebind_always: frozenset[int] = frozenset()
         self._plain = [not overlaps(buffer) for buffer in self.buffers]
@@ -37,7 +48,10 @@ class StaticInputs:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers)
+        return sum(self.buffers[i].untyped_storage().nbytes() for i in self._leaders())
+
+    def _leaders(self) -> list[int]:
+        return [index for index, group in enumerate(self.groups) if group == index]
 
     def is_bound(self, index: int, tensor: Tensor) -> bool:
         """Whether the buffer already holds this very tensor, unwritten since."""
@@ -50,16 +64,19 @@ class StaticInputs:
         """The buffers hold the tensors' values."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for index, tensor in enumerate(tensors):
-            if self.is_bound(index, tensor):
-                continue
-            buffer = self.buffers[index]
+        stale = {
+            self.groups[index]
+            for index, tensor in enumerate(tensors)
+            if not self.is_bound(index, tensor)
+        }
+        self._bound = [(tensor, _version(tensor)) for tensor in tensors]
+        for index in stale:
+            buffer, tensor = self.buffers[index], tensors[index]
             if self._plain[index] and tensor.device == buffer.device:
                 targets.append(buffer)
                 sources.append(tensor)
             else:
                 copy_layout(buffer, tensor)
-            self._bound[index] = (tensor, _version(tensor))
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
@@ -92,7 +109,8 @@ class StaticInputs:
     def perturb(self) -> list[int]:
         """Every floating-point buffer gets other finite values; returns their indices."""
         changed = []
-        for index, buffer in enumerate(self.buffers):
+        for index in self._leaders():
+            buffer = self.buffers[index]
             if buffer.is_floating_point() and buffer.numel():
                 span = buffer.as_strided(
                     (buffer.untyped_storage().nbytes() // buffer.element_size(),), (1,), 0
@@ -100,4 +118,9 @@ class StaticInputs:
                 span.copy_((span.float() * 0.75 + 0.125).to(span.dtype))
                 changed.append(index)
         self.forget()
-        return changed
+        return [index for index, group in enumerate(self.groups) if group in changed]
+
+    def copies(self) -> list[Tensor]:
+        """New tensors with the buffers' values, layouts and shared memory."""
+        fresh = {index: clone_layout(self.buffers[index]) for index in self._leaders()}
+        return [fresh[group] for group in self.groups]

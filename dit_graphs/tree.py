@@ -14,11 +14,12 @@ from enum import Enum
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["Identity", "LeafKeys", "UnknownLeaf", "freeze", "map_tensors", "tensor_leaves"]
 
 LeafKeys = Mapping[type, Callable[[object], Hashable]]
+_ORDINARY = (Tensor, nn.Parameter)
 _NO_KEYS: LeafKeys = MappingProxyType({})
 _SELF_KEYED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, type, bytes)
 _PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum)
@@ -75,7 +76,7 @@ class _Freezer:
         kind = type(value)
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            return Tensor
+            return Tensor if kind in _ORDINARY else (Tensor, kind)
         if value is None or kind is bool or kind is str or kind is int:
             return (kind, value)
         if kind is float:

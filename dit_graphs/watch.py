@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType, TracebackType
 from typing import ClassVar
@@ -18,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .breaks import BreakSite, call_break
 from .constants import Occurrences, caller_location
@@ -31,6 +32,7 @@ __all__ = [
     "iter_tensors",
     "storage_key",
     "traits_of",
+    "unwatched",
 ]
 
 Function = Callable[..., object]
@@ -67,10 +69,35 @@ class OpTraits:
     writes: tuple[int | str, ...]
     reads_host: bool
     is_random: bool
+    is_allocation: bool
+
+    @property
+    def launches(self) -> bool:
+        """Whether the op does device work: views and bare allocations do none."""
+        return not (self.is_view or self.is_allocation)
+
+    def written(self, args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
+        """The tensors this call writes in place."""
+        for place in self.writes:
+            if isinstance(place, str):
+                yield from iter_tensors((kwargs.get(place),))
+            elif place < len(args):
+                yield from iter_tensors((args[place],))
 
 
 _HOST_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _NEVER_HOST_READ = ("aten::nonzero_static",)
+_ALLOCATIONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    )
+)
 _traits: dict[object, OpTraits] = {}
 
 
@@ -97,6 +124,7 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
         writes=tuple(writes),
         reads_host=reads and schema.name not in _NEVER_HOST_READ,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        is_allocation=schema.name in _ALLOCATIONS,
     )
 
 
@@ -112,6 +140,13 @@ def iter_tensors(values: Iterable[object]) -> Iterable[Tensor]:
 def storage_key(tensor: Tensor) -> int:
     """The address of a tensor's storage; 0 for an empty one."""
     return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, our own bookkeeping runs below every mode, so that none of it is seen."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 class _Functions(TorchFunctionMode):
@@ -188,6 +223,9 @@ class Watch(ABC):
     def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
         """An op of a segment has run."""
 
+    def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:  # noqa: B027
+        """An op, of a segment or of a break, is next; what it writes still holds old values."""
+
     # Function level.
     def on_function(self, func: Function, args: Args, kwargs: Kwargs) -> object:
         if self.in_break:
@@ -203,15 +241,13 @@ class Watch(ABC):
     # Dispatch level.
     def on_op(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> object:
         traits = traits_of(func)
-        if self.in_break:
-            result = func(*args, **kwargs)
-            self.ran(traits, args, kwargs, result)
-            return result
-        if traits.reads_host and self._is_host_read(traits, args, kwargs):
-            self.host_read(traits.name)
-        if self.device.type != "cpu":
-            self._check_devices(traits, args, kwargs)
-        if self.policy.op_words and self.policy.is_op_break(traits):
+        if not self.in_break:
+            if traits.reads_host and self._is_host_read(traits, args, kwargs):
+                self.host_read(traits.name)
+            if self.device.type != "cpu":
+                self._check_devices(traits, args, kwargs)
+        self.about_to_run(traits, args, kwargs)
+        if not self.in_break and self.policy.op_words and self.policy.is_op_break(traits):
             site = BreakSite("op", traits.name)
             result = call_break(site, func, args, kwargs)
         else:

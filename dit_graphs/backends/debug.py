@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
-from torch import Tensor
-
 from ..breaks import BreakResult, handling_breaks
-from ..buffers import poison
+from ..buffers import clone_layout, poison
 from ..errors import BreakFailed, CaptureAborted, Reason
 from ..observer import CaptureLog
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
@@ -40,14 +38,10 @@ class DebugBackend:
         plan.state.set_random_state(random)
         try:
             layout = BreakResult.of(result)
-            output = cast(T, map_tensors(result, _like))
+            output = cast(T, map_tensors(result, clone_layout))
         except UnknownLeaf as leaf:
             raise CaptureAborted(Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}") from None
         return DebugRecording(output, layout, fn, log)
-
-
-def _like(tensor: Tensor) -> Tensor:
-    return tensor.clone()
 
 
 class DebugRecording(Generic[T]):

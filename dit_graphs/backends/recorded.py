@@ -23,7 +23,7 @@ from ..buffers import poison
 from ..errors import CaptureAborted, Reason
 from ..observer import CaptureLog
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
-from ..watch import Args, Kwargs, iter_tensors, storage_key, traits_of
+from ..watch import Args, Kwargs, iter_tensors, storage_key, traits_of, unwatched
 from .base import BreakLog, CapturePlan, Recording
 
 __all__ = ["RecordedBackend", "RecordedRecording"]
@@ -96,14 +96,8 @@ class _Session(BreakLog):
 
     def record(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> object:
         traits = traits_of(func)
-        for position in traits.writes:
-            written = (
-                kwargs.get(position)
-                if isinstance(position, str)
-                else (args[position] if position < len(args) else None)
-            )
-            for tensor in iter_tensors((written,)):
-                self._remember(tensor)
+        for tensor in traits.written(args, kwargs):
+            self._remember(tensor)
         result = func(*args, **kwargs)
         if traits.is_view:
             return result
@@ -115,7 +109,8 @@ class _Session(BreakLog):
             fresh = tuple(iter_tensors(outputs))
             for tensor in fresh:
                 self._produce(tensor)
-        self.steps.append(_Call(func, args, kwargs, fresh))
+        if traits.launches:
+            self.steps.append(_Call(func, args, kwargs, fresh))
         return result
 
     def _remember(self, tensor: Tensor) -> None:
@@ -132,15 +127,16 @@ class _Session(BreakLog):
         kwargs: dict[str, object],
     ) -> object:
         recorded = self.next_break(site)
-        outputs = recorded.result.allocate(torch.device("cpu"))
-        map_tensors(outputs, self._produce)
 
         def body(*held: object, **named: object) -> object:
             live = [_resolve(value) for value in held]
             return fn(*live, **{name: _resolve(value) for name, value in named.items()})
 
-        buffers = tensor_leaves(outputs)
-        self.steps.append(self.bind_break(recorded, body, args, kwargs, self._borrow, buffers))
+        with unwatched():
+            outputs = recorded.result.allocate(torch.device("cpu"))
+            map_tensors(outputs, self._produce)
+            buffers = tensor_leaves(outputs)
+            self.steps.append(self.bind_break(recorded, body, args, kwargs, self._borrow, buffers))
         return outputs
 
     def _produce(self, tensor: Tensor) -> Tensor:
