@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class RecordedBreak:
 class BoundBreak:
     """A break inside a recording: its body, its live arguments and its boundary buffers."""
 
-    __slots__ = ("args", "buffers", "fn", "kwargs", "result", "site")
+    __slots__ = ("args", "buffers", "fn", "has_containers", "kwargs", "result", "site")
 
     def __init__(
         self,
@@ -198,17 +199,29 @@ class BoundBreak:
         self.args = args
         self.kwargs = kwargs
         self.buffers = buffers
+        values = (*args, *kwargs.values())
+        self.has_containers = any(isinstance(value, (list, dict, tuple)) for value in values)
+
+    def _fresh(self, given: A) -> A:
+        """`given` in containers of its own: a body may pop from what it gets."""
+        if not self.has_containers:
+            return given
+        return cast(A, map_tensors(given, _same, keep_unknown=True))
 
     def run(self) -> None:
         """Runs the body; its result lies in the boundary buffers. Raises `BreakFailed`."""
         try:
-            result = self.fn(*self.args, **self.kwargs)
+            result = self.fn(*self._fresh(self.args), **self._fresh(self.kwargs))
         except BreakFailed:
             raise
         except Exception as error:
             detail = f"{self.site}: {type(error).__name__}: {error}"
             raise BreakFailed(Reason.BREAK_RAISED, detail) from error
         self.result.copy_into(self.buffers, result)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _meta(tensor: Tensor) -> Tensor:

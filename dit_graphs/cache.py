@@ -56,7 +56,6 @@ class Entry:
 
     signature: Signature
     plan: StructurePlan
-    masked: Hashable
     state: State = State.COLD
     uses: int = 0
     heat: float = 0.0
@@ -78,6 +77,7 @@ class Entry:
     recording: Recording[object] | None = None
     clock: Stopwatch | None = None
     host_ms: float = 0.0
+    masked: Hashable = None
     replays: int = 0
     backend: str = ""
 
@@ -176,7 +176,7 @@ class GraphCache:
         """A cold entry for a new signature."""
         structure = signature.argument_structure()
         plan = self.plans.setdefault(structure, StructurePlan(policy))
-        entry = Entry(signature, plan, signature.without_numbers())
+        entry = Entry(signature, plan, masked=signature.without_numbers())
         self.entries[signature] = entry
         self._touch(entry, request)
         if len(self.entries) > _MAX_ENTRIES:
@@ -185,6 +185,13 @@ class GraphCache:
             )
             del self.entries[oldest.signature]
         return entry
+
+    def rekey(self, entry: Entry, signature: Signature) -> None:
+        """The entry is found under `signature` from now on, unless that one is known already."""
+        if signature not in self.entries:
+            del self.entries[entry.signature]
+            entry.signature = signature
+            self.entries[signature] = entry
 
     def held(self) -> list[Entry]:
         """Entries that hold a graph."""

@@ -20,13 +20,14 @@ from .buffers import clone_layout
 from .cache import Entry, State
 from .config import GraphConfig
 from .constants import ConstantTable
+from .counters import RunnerStats, log
+from .effects import PythonState
 from .errors import CaptureAborted, Reason
 from .memory import DeviceState, Stopwatch
 from .observer import CaptureLog, Guard, HostRead, Observation, Observer, breaking_modules
 from .request import Request
 from .signature import registered_leaves
 from .static_inputs import StaticInputs
-from .stats import RunnerStats, log
 from .tree import map_tensors
 from .verify import Verdict, verify_call
 from .watch import BreakPolicy
@@ -282,9 +283,16 @@ class Capturer:
         started = time.perf_counter()
         with self.state.gate.exclusive(), self.state.replay_lock:
             self.state.check_can_capture()
-            if self.state.needs_trial and not entry.plan.has_captured and name != "debug":
-                backend.capture(forward, replace(plan, is_trial=True)).close()
-            entry.recording = backend.capture(forward, plan)
+            python = PythonState(self.forward.module)
+            try:
+                if self.state.needs_trial and not entry.plan.has_captured and name != "debug":
+                    backend.capture(forward, replace(plan, is_trial=True)).close()
+                entry.recording = backend.capture(forward, plan)
+            finally:
+                changed = python.restore()
+        if changed:
+            entry.release()
+            raise CaptureAborted(Reason.PYTHON_STATE, f"sets {', '.join(changed[:3])}")
         entry.capture_ms = (time.perf_counter() - started) * 1e3
         self._capture_ms = entry.capture_ms
         entry.plan.has_captured = True
@@ -318,6 +326,7 @@ class Capturer:
         assert entry.inputs is not None
         observed = entry.observation or _NOTHING_SEEN
         random = self.state.random_state()
+        python = PythonState(self.forward.module)
         kept = [(tensor, tensor.clone()) for tensor in observed.written_externals]
         changed = entry.inputs.perturb()
         tensors = entry.inputs.copies()
@@ -329,6 +338,7 @@ class Capturer:
 
         verdict = verify_call(self.state, entry, tensors, eager)
         self.state.set_random_state(random)
+        python.restore()
         for tensor, before in kept:
             tensor.copy_(before)
         entry.inputs.forget()

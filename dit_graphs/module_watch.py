@@ -30,6 +30,7 @@ class ModuleWatch:
         self.module = module
         self.refusal: tuple[Reason, str] | None = None
         self.ran_eager = False
+        self._is_fresh = False
         self._base: ModuleState | None = None
         self._ids: dict[Hashable, int] = {}
         self._id = 0
@@ -46,7 +47,10 @@ class ModuleWatch:
 
     def is_current(self, number: int | None) -> bool:
         """Whether this request was checked and nothing said it changed since."""
-        return number is not None and number in self._checked and self.refusal is None
+        current = number is not None and number in self._checked and self.refusal is None
+        if current:
+            self._is_fresh = False
+        return current
 
     def forget(self) -> None:
         """The next call sweeps again, whatever its request."""
@@ -65,27 +69,21 @@ class ModuleWatch:
             change = "weights"
         elif before is not None and now.caches != before.caches:
             change = "caches" if self.ran_eager else "weights"
-        if before is not None and self.ran_eager and now.python != before.python:
-            change = self._tire(before, now) or change
-        self._id = self._number(self._base.python)
+        self._id = self._number(now.python)
         self.ran_eager = False
+        self._is_fresh = True
         self.refusal = _refusal(self._base)
         if number is not None:
             self._checked = [*self._checked[-_KEPT_REQUESTS:], number]
         return change
 
-    def _tire(self, before: ModuleState, now: ModuleState) -> Change | None:
-        """Counts attributes that keep changing around eager calls; drops the restless ones."""
-        self._changes.update(now.changed_attributes(before))
-        restless = {name for name, count in self._changes.items() if count >= _TIRED}
-        if restless <= self._volatile:
-            return None
-        self._volatile |= restless
-        self._base = sweep(self.module, self._volatile)
-        return "caches"
-
     def _number(self, python: Hashable) -> int:
         return self._ids.setdefault(python, len(self._ids))
+
+    def before_pass(self) -> None:
+        """An eager pass is about to run whose own changes `adopt_changes` will look for."""
+        if not self._is_fresh and self._base is not None:
+            self._base = sweep(self.module, self._volatile)
 
     def adopt_changes(self) -> tuple[Reason, str] | None:
         """After an eager pass: what the forward itself changed is the state it was keyed under.
@@ -93,8 +91,15 @@ class ModuleWatch:
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
         before, now = self._base, sweep(self.module, self._volatile)
+        self._is_fresh = False
         if before is None:
             return None
+        # counted inside passes only: a scale that the user turns must never leave the key
+        self._changes.update(now.changed_attributes(before))
+        restless = {name for name, count in self._changes.items() if count >= _TIRED}
+        if not restless <= self._volatile:
+            self._volatile |= restless
+            now = sweep(self.module, self._volatile)
         self._base = now
         self._ids.setdefault(now.python, self._id)
         if now.weights == before.weights:

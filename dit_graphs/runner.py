@@ -20,12 +20,12 @@ from .ambient import ambient_state, foreign_mode
 from .cache import Entry, GraphCache, State
 from .capture import Capturer, Forward
 from .config import BackendName, GraphConfig
+from .counters import RunnerStats, log
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
 from .memory import device_state
 from .module_watch import ModuleWatch
 from .request import Request, current_request
 from .signature import CallForm, Signature, sign
-from .stats import RunnerStats, log
 from .tree import UnknownLeaf
 from .verify import Verdict, verify_call
 from .watch import BreakPolicy
@@ -183,6 +183,8 @@ class GraphRunner:
         return self._observe_and_capture(entry, call)
 
     def _plain(self, entry: Entry, call: Call, reason: Reason = Reason.WARMING_UP) -> object:
+        if entry.state is State.COLD:
+            self._watch.before_pass()
         clock, started = self.state.stopwatch(), time.perf_counter()
         result = self._fall_back(reason, "", call.args, call.kwargs)
         host_ms = (time.perf_counter() - started) * 1e3
@@ -190,15 +192,23 @@ class GraphRunner:
         self._capturer.note_eager(entry, clock, host_ms)
         if entry.state is State.COLD:
             entry.state = State.SEEN
+            self._rekey_if_settled(entry)
             moved = self._watch.adopt_changes()
             if moved is not None:
                 entry.plan.blocked = moved
         return result
 
+    def _rekey_if_settled(self, entry: Entry) -> None:
+        """Settings that torch itself made during the first call (SDPA priorities) are the key."""
+        now = ambient_state(self.device)
+        if now != entry.signature.ambient:
+            self.cache.rekey(entry, entry.signature.under(now))
+
     def _observe_and_capture(self, entry: Entry, call: Call) -> object:
         entry.state = State.SEEN
         if not self._make_room(entry):
             return self._fall_back(Reason.MAX_GRAPHS, self._room_detail(), call.args, call.kwargs)
+        self._watch.before_pass()
         try:
             result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
         except CaptureAborted as refusal:
@@ -210,7 +220,10 @@ class GraphRunner:
                 self._refuse(entry, refusal)
             return result
         self.stats.count_eager(Reason.WARMING_UP)
-        self._watch.adopt_changes()
+        moved = self._watch.adopt_changes()
+        if moved is not None:
+            entry.plan.blocked = moved
+            return result
         if self._capturer.is_observed(entry):
             self._capture(entry, call)
             if self.config.capture == "first_use" and entry.state is State.CAPTURED:
@@ -280,12 +293,17 @@ class GraphRunner:
             return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
         except torch.OutOfMemoryError:
             return self._out_of_memory(call)
+        if entry.recording.breaks:
+            self._watch.ran_eager = True  # the breaks' bodies may have filled caches
+            if self.backend == "debug":
+                self._watch.adopt_changes()
         entry.replays += 1
         self.stats.count_replay()
         return result
 
     def _compare(self, entry: Entry, call: Call) -> object:
         self.stats.compares += 1
+        self._watch.before_pass()
         try:
             verdict = verify_call(
                 self.state, entry, call.tensors, lambda: self.call_eager(*call.args, **call.kwargs)
@@ -296,6 +314,7 @@ class GraphRunner:
             return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
         except torch.OutOfMemoryError:
             return self._out_of_memory(call)
+        self._watch.adopt_changes()
         reason = Reason.WARMING_UP
         if verdict.reason is not None:
             reason = verdict.reason
