@@ -83,6 +83,11 @@ class Signature:
             and self.extra == other.extra
         )
 
+    def under(self, ambient: Hashable) -> Signature:
+        """The same call under other ambient settings."""
+        value = hash((self.structure, self.tensors, ambient, self.extra))
+        return Signature(self.structure, self.tensors, ambient, self.extra, value)
+
     def argument_structure(self) -> Hashable:
         """The signature without sizes: what decides which code path the forward takes."""
         dtypes = tuple((spec.dtype, spec.device.type, len(spec.shape)) for spec in self.tensors)

@@ -203,8 +203,10 @@ class Watch(ABC):
         trace: TracebackType | None,
     ) -> None:
         assert self._modes is not None
-        self._modes[1].__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._modes[0].__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        dispatch, functions = self._modes
+        self._modes = None  # no cycle: a dead watch must not keep tensors until the collector runs
+        functions.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        dispatch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     # What the two kinds decide.
     @abstractmethod

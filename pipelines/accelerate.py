@@ -14,11 +14,11 @@ from typing import TypeVar
 from torch import nn
 
 from dit_graphs.config import GraphConfig
+from dit_graphs.counters import log
 from dit_graphs.errors import ConfigError, Reason
 from dit_graphs.intercept import MethodOverride, find_intercept
 from dit_graphs.request import begin_request, end_request
 from dit_graphs.runner import GraphRunner, RunnerOptions
-from dit_graphs.stats import log
 from dit_graphs.wrapping import break_policy, check_wrappable, runner_of, unwrap, wrap_with
 
 from .components import Component, components_of, describe_denoiser, parts_of, state_guard

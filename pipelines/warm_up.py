@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import cast
 
+from dit_graphs.counters import log
 from dit_graphs.errors import ConfigError
 from dit_graphs.runner import GraphRunner
-from dit_graphs.stats import log
 
 from .accelerate import acceleration_of
 

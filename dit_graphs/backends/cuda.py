@@ -19,6 +19,7 @@ from ..errors import CaptureAborted, Reason
 from ..memory import CudaState, PoolId
 from ..observer import CaptureLog
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
+from ..watch import unwatched
 from .base import BreakLog, CapturePlan, Recording
 
 __all__ = ["CudaBackend", "CudaRecording"]
@@ -83,6 +84,7 @@ class _Session(BreakLog):
         self.pool = pool
         self.steps: list[torch.cuda.CUDAGraph | BoundBreak] = []
         self._open: torch.cuda.CUDAGraph | None = None
+        self._idle: list[torch.cuda.CUDAGraph] = []
         self._launches_before = 0
 
     def run(self, fn: Callable[[CaptureLog | None], T]) -> T:
@@ -111,8 +113,8 @@ class _Session(BreakLog):
         for generator in self.plan.generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
+        self._open = graph  # a begin that fails half-way must be healed too
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
-        self._open = graph
         self._launches_before = self.launches
 
     def _end(self) -> None:
@@ -127,7 +129,7 @@ class _Session(BreakLog):
         if self.launches > self._launches_before:
             self.steps.append(graph)
         else:
-            graph.reset()  # a segment without kernels needs no launch
+            self._idle.append(graph)  # no kernels, no launch; it keeps the pool's use count up
 
     def run_break(
         self,
@@ -137,12 +139,13 @@ class _Session(BreakLog):
         kwargs: dict[str, object],
     ) -> object:
         recorded = self.next_break(site)
-        outputs = recorded.result.allocate(self.state.device)
-        map_tensors(outputs, self._produce)
-        buffers = [borrow(tensor) for tensor in tensor_leaves(outputs)]
-        self._end()
-        self.steps.append(self.bind_break(recorded, fn, args, kwargs, borrow, buffers))
-        self._begin()
+        with unwatched():
+            outputs = recorded.result.allocate(self.state.device)
+            map_tensors(outputs, self._produce)
+            buffers = [borrow(tensor) for tensor in tensor_leaves(outputs)]
+            self._end()
+            self.steps.append(self.bind_break(recorded, fn, args, kwargs, borrow, buffers))
+            self._begin()
         return outputs
 
     def _produce(self, tensor: Tensor) -> Tensor:
@@ -174,10 +177,11 @@ class _Session(BreakLog):
 
     def discard(self) -> None:
         """The segments captured so far are destroyed."""
-        for step in self.steps:
+        for step in (*self.steps, *self._idle):
             if isinstance(step, torch.cuda.CUDAGraph):
                 step.reset()
         self.steps.clear()
+        self._idle.clear()
         self.bound.clear()
         self.externals.clear()
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # blocks.py
 
 ALONE = "DIT_GRAPHS_TEST_ALONE"
 

@@ -211,7 +211,8 @@ def test_a_thousand_mixed_replays_do_not_grow_memory():
             for step in range(1000):
                 module(**calls[step % len(calls)])
         torch.cuda.synchronize()
-    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+    assert torch.cuda.memory_allocated() <= before[0]
+    assert torch.cuda.memory_reserved() <= before[1]
     assert report(module)["replays"] >= 1000
 
 
