@@ -1,0 +1,272 @@
+"""Owns `DecodeRunner`: prompts in slots, one token per row and step, from graphs.
+
+Must never know transformers. The surprising fact: a step is two graphs. One runs the model and
+fills the logits buffer, for a bucket of rows; the other chooses tokens, for exactly the rows there
+are, so that a seed draws the same numbers whatever the bucket.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..config import GraphConfig
+from ..counters import log
+from ..errors import CaptureAborted, GraphError, Reason
+from ..memory import device_state
+from ..module_watch import ModuleWatch
+from ..watch import BreakPolicy
+from .buckets import batch_bucket, default_max_rows, device_memory, slot_length
+from .decode_stats import DecodeStats
+from .kv import SlotCache
+from .model import LanguageModel
+from .passes import PassRunner
+from .sampling import GREEDY, Sampling
+from .state import MAX_EOS, DecodeState
+from .writing import Prefill, Prompt, Writing
+
+__all__ = ["DecodeRunner", "Prompt"]
+
+_TABLE_STEP = 64  # columns; position tables are as wide as a multiple of it
+
+
+class DecodeRunner:
+    """Writes texts with one model. One `generate` at a time; others wait."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: GraphConfig,
+        *,
+        label: str = "decode",
+        watch: ModuleWatch | None = None,
+        policy: BreakPolicy | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.stats = DecodeStats(label)
+        self.disabled = 0
+        self.lock = threading.RLock()
+        self.watch = watch if watch is not None else ModuleWatch(model.module)
+        self._policy = policy
+        self._settle_on(model.device)
+
+    def _settle_on(self, device: torch.device) -> None:
+        self.device = device
+        self.state = device_state(device)
+        self.backend = _resolve(self.config, device)
+        self.cache: SlotCache | None = None
+        self.rows: DecodeState | None = None
+        self.passes = PassRunner(
+            self.model.module, self.state, self.config, backend=self.backend,
+            component="decode", stats=self.stats, policy=self._policy,
+        )  # fmt: skip
+
+    # Before a call.
+    def refusal(self) -> tuple[Reason, str] | None:
+        """Why no graph can write now, or None; graphs of moved weights are dropped."""
+        if self.disabled or self.backend == "off":
+            return Reason.DISABLED, ""
+        here = self.model.device
+        if here != self.device:
+            self.release()
+            self._settle_on(here)
+        if self.backend == "none":
+            return Reason.NO_CUDA, str(self.device)
+        change = self.watch.refresh(None)
+        if change == "weights" and self.passes.holds_graphs():
+            self.passes.forget()
+            self.stats.invalidations += 1
+            log.info("%s: weights changed; graphs dropped", self.stats.component)
+        elif change == "caches":
+            self.passes.distrust()
+        return self.watch.refusal
+
+    def too_large(self, rows: int, tokens: int) -> tuple[Reason, str] | None:
+        """Why a batch of `rows` texts of `tokens` has no bucket, or None."""
+        limit = self.max_rows(tokens)
+        if batch_bucket(rows, limit) is None:
+            return Reason.BATCH_TOO_LARGE, f"{rows} rows, max_size['decode'] is {limit}"
+        return None
+
+    def max_rows(self, tokens: int) -> int:
+        """The largest bucket at a context of `tokens`."""
+        asked = (self.config.max_size or {}).get("decode")
+        if asked is not None:
+            return asked
+        cache = self._slots()
+        total, free = device_memory(self.device)
+        bytes_of_slot = cache.token_bytes * slot_length(tokens, 0)
+        rows = default_max_rows(
+            total_bytes=total, free_bytes=free + cache.nbytes, slot_bytes=bytes_of_slot
+        )
+        return max(rows, cache.slots if tokens <= cache.capacity else 1)
+
+    def _slots(self) -> SlotCache:
+        if self.cache is None:
+            self.cache = SlotCache(self.model.layout(), self.device)
+        return self.cache
+
+    # One call.
+    def generate(
+        self,
+        prompt: Prompt,
+        prefill: Prefill,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        eos: Sequence[int] = (),
+        pad: int = 0,
+    ) -> Tensor:
+        """The new tokens, int64 [B, n ≤ max_new_tokens]; after a row's end only `pad`.
+
+        `prefill(store)` reads the prompts, storing their keys and values, and returns the last
+        tokens' logits [B, vocabulary]. Raises `GraphError` before any device work where the batch
+        has no bucket.
+        """
+        rows = len(prompt.lengths)
+        self._check(prompt, max_new_tokens, eos)
+        reserved = prompt.reserved(max_new_tokens)
+        with self.lock, torch.no_grad():
+            clock = self.state.stopwatch()
+            bucket = batch_bucket(rows, self.max_rows(reserved))
+            assert bucket is not None
+            self._reserve(bucket, reserved, prompt.table_shape)
+            writing = Writing(self, prompt, bucket, sampling, max_new_tokens)
+            writing.read(prefill, eos, pad)
+            writing.choose()
+            clock.stop()
+            tokens = writing.write(can_end=bool(eos))
+            self.stats.finish(
+                clock.elapsed_ms(wait=True), rows=rows, bucket=bucket, lengths=prompt.lengths,
+                width=prompt.width, new_tokens=tokens.shape[1],
+            )  # fmt: skip
+            self.watch.adopt_changes()
+        return tokens
+
+    def _check(self, prompt: Prompt, max_new_tokens: int, eos: Sequence[int]) -> None:
+        if max_new_tokens < 1:
+            raise GraphError(f"max_new_tokens: expected a number ≥ 1, got {max_new_tokens}")
+        if min(prompt.lengths) < 1:
+            raise GraphError("a prompt is empty: every row needs at least one token")
+        if len(eos) > MAX_EOS:
+            raise GraphError(f"{len(eos)} end tokens; at most {MAX_EOS} can be watched")
+        large = self.too_large(len(prompt.lengths), prompt.reserved(max_new_tokens))
+        if large is not None:
+            raise GraphError(f"{large[0]}: {large[1]}")
+
+    def _reserve(self, rows: int, tokens: int, table_shape: tuple[int, int]) -> None:
+        """There are `rows` slots of `tokens`; larger ones are kept, others are made anew."""
+        cache, held = self._slots(), self.rows
+        slots = rows if rows <= cache.slots or not cache.slots else max(rows, 2 * cache.slots)
+        slots = max(min(slots, self.max_rows(tokens)), rows, cache.slots)
+        length = max(slot_length(tokens, cache.length), cache.length)
+        shape = (table_shape[0], -(-table_shape[1] // _TABLE_STEP) * _TABLE_STEP)
+        fits = held is not None and held.has_table_for(*shape)
+        if fits and (slots, length) == (cache.slots, cache.length):
+            return
+        self.passes.forget()
+        self.rows = None
+        if (slots, length) != (cache.slots, cache.length):
+            self._allocate(cache, slots, length)
+        self.rows = DecodeState(slots, length, self.model.vocabulary, shape, self.device)
+
+    def _allocate(self, cache: SlotCache, slots: int, length: int) -> None:
+        try:
+            cache.allocate(slots, length)
+        except torch.OutOfMemoryError:
+            self.state.retire()
+            try:
+                cache.allocate(slots, length)
+            except torch.OutOfMemoryError:
+                needed = slots * length * cache.token_bytes
+                raise CaptureAborted(
+                    Reason.OUT_OF_MEMORY,
+                    f"max_size['decode'] and the context ask for {slots} slots × {length} tokens "
+                    f"= {needed >> 20} MiB of keys and values; lower one of them",
+                ) from None
+        log.info(
+            "%s: %d slots × %d tokens × %d bytes = %.1f MiB", self.stats.component, slots, length,
+            cache.token_bytes, cache.nbytes / 2**20,
+        )  # fmt: skip
+
+    def grow(self, tokens: int) -> None:
+        """Slots hold texts of `tokens`; what they and the rows hold now is kept."""
+        cache, before = self._slots(), self.rows
+        assert before is not None
+        self.passes.forget()
+        cache.extend(slot_length(tokens, cache.length))
+        self.rows = before.extended(cache.length)
+        log.info("%s: slots grew to %d tokens", self.stats.component, cache.length)
+
+    # After.
+    def drop_graphs(self) -> int:
+        """Closes every graph."""
+        return self.passes.drop_graphs()
+
+    def release(self) -> None:
+        """All memory of this runner is given back."""
+        self.passes.forget()
+        self.cache, self.rows = None, None
+
+    def close(self) -> None:
+        """As `release`; the last holder of graphs on the device also frees the pool."""
+        self.release()
+        self.state.holders.discard(self.passes)
+        if not any(holder.holds_graphs() for holder in list(self.state.holders)):
+            self.state.retire()
+
+    def mark_changed(self) -> None:
+        """A mutator ran; every call looks at the module anyway."""
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Inside, every call is the model's own."""
+        self.disabled += 1
+        try:
+            yield
+        finally:
+            self.disabled -= 1
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Inside, every bucket met is captured at once (also under warmup_only)."""
+        before, self.passes.is_warming_up = self.passes.is_warming_up, True
+        try:
+            yield
+        finally:
+            self.passes.is_warming_up = before
+
+    def report(self) -> dict[str, object]:
+        """Counters, memory and one record per held graph, JSON-serialisable."""
+        cache, rows = self.cache, self.rows
+        return {
+            **self.stats.as_dict(),
+            "backend": self.backend,
+            "device": str(self.device),
+            "pool_bytes": self.state.pool_bytes(),
+            "slots": cache.slots if cache is not None else 0,
+            "slot_tokens": cache.length if cache is not None else 0,
+            "slot_bytes": cache.slot_bytes if cache is not None else 0,
+            "kv_bytes": cache.nbytes if cache is not None else 0,
+            "row_bytes": rows.nbytes if rows is not None else 0,
+            "graphs": self.passes.records(),
+        }
+
+    def explain_misses(self) -> Iterator[str]:
+        """Buckets without a graph, and why."""
+        for held in self.passes.held.values():
+            if not held.entry.is_held and held.entry.blocked is not None:
+                reason, detail = held.entry.blocked
+                yield f"  no graph for {held.used.name}: {reason}: {detail}".rstrip()
+
+
+def _resolve(config: GraphConfig, device: torch.device) -> str:
+    name = config.backend_for("decode")
+    if name == "off" or device.type == "cuda" or name in ("recorded", "debug"):
+        return name
+    return "none"
