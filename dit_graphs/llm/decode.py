@@ -90,7 +90,7 @@ class DecodeRunner:
         """Why a batch of `rows` texts of `tokens` has no bucket, or None."""
         limit = self.max_rows(tokens)
         if batch_bucket(rows, limit) is None:
-            return Reason.BATCH_TOO_LARGE, f"{rows} rows, max_size['decode'] is {limit}"
+            return Reason.ABOVE_MAX_SIZE, f"{rows} rows, max_size['decode'] is {limit}"
         return None
 
     def max_rows(self, tokens: int) -> int:
