@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -287,6 +287,7 @@ class Capturer:
             try:
                 if self.state.needs_trial and not entry.plan.has_captured and name != "debug":
                     backend.capture(forward, replace(plan, is_trial=True)).close()
+                    self.state.reclaim()  # the scratch pool's memory serves the shared one
                 entry.recording = backend.capture(forward, plan)
             finally:
                 changed = python.restore()
@@ -326,6 +327,7 @@ class Capturer:
         assert entry.inputs is not None
         observed = entry.observation or _NOTHING_SEEN
         random = self.state.random_state()
+        generators = [(generator, generator.get_state()) for generator in observed.generators]
         python = PythonState(self.forward.module)
         kept = [(tensor, tensor.clone()) for tensor in observed.written_externals]
         changed = entry.inputs.perturb()
@@ -339,6 +341,8 @@ class Capturer:
         verdict = verify_call(self.state, entry, tensors, eager)
         self.state.set_random_state(random)
         python.restore()
+        for generator, state in generators:
+            generator.set_state(state)
         for tensor, before in kept:
             tensor.copy_(before)
         entry.inputs.forget()
@@ -367,6 +371,8 @@ def _unchanged(before: object, after: object) -> bool:
         )
     if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
         return len(before) == len(after) and all(map(_unchanged, before, after))
+    if is_dataclass(before) and type(before) is type(after):
+        return _unchanged(vars(before), vars(after))
     return before is after
 
 

@@ -32,6 +32,7 @@ from .watch import BreakPolicy
 
 __all__ = ["GraphRunner", "RunnerOptions"]
 
+_LARGE_BYTES = 64 << 20
 Eager = Callable[..., object]
 _ASKED_FOR = (Reason.WARMING_UP, Reason.DISABLED, Reason.KILL_SWITCH)  # no error when strict
 
@@ -331,6 +332,8 @@ class GraphRunner:
         """The graph was equal: it serves from now on, unless it saves nothing."""
         entry.state = State.READY
         entry.replay_ms, entry.eager_ms = verdict.replay_ms, verdict.eager_ms
+        if entry.recording is not None and entry.recording.nbytes > _LARGE_BYTES:
+            self.state.reclaim()  # eager's activations are not needed beside the graph's
         if self._capturer.is_worthless(entry):
             detail = f"{entry.eager_ms:.1f} ms eager, {entry.replay_ms:.1f} ms from a graph"
             self._settle_release(entry)

@@ -113,6 +113,8 @@ class Acceleration:
             if not _is_hooked_for_offload(part.module):
                 check_wrappable(part.module, part.method)
         self._wrap_parts(wanted)
+        if self.runners and all(r.backend == "none" for r in self.runners.values()):
+            log.warning("no part is on a CUDA device: every call stays eager (%s)", Reason.NO_CUDA)
         if not isinstance(self.target, (nn.Module, Mapping)):
             self._override_pipeline()
 
