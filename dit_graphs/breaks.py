@@ -17,7 +17,7 @@ from typing import ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .buffers import copy_layout, empty_layout
+from .buffers import copy_layout, empty_layout, skew_bytes
 from .errors import BreakFailed, CaptureAborted, Reason
 from .tree import UnknownLeaf, freeze, map_tensors
 
@@ -143,7 +143,7 @@ class BreakResult:
         """The result with fresh buffers of the recorded layouts on `device`."""
 
         def buffer(meta: Tensor) -> Tensor:
-            return empty_layout(tuple(meta.shape), meta.stride(), meta.dtype, device)
+            return empty_layout(meta, meta.storage_offset(), device)
 
         return map_tensors(self.template, buffer)
 
@@ -225,4 +225,5 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    lead = skew_bytes(tensor) // tensor.element_size()
+    return empty_layout(tensor, lead, torch.device("meta"))

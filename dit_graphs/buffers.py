@@ -14,12 +14,17 @@ __all__ = [
     "clone_layout",
     "copy_layout",
     "empty_layout",
+    "empty_like_layout",
     "poison",
     "same_view",
+    "skew_bytes",
     "span_bytes",
     "span_numel",
 ]
 
+_CPU_ALIGNMENT = 64
+_CUDA_ALIGNMENT = 256
+_SMALL = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,12 +50,35 @@ def same_view(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def empty_layout(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """An uninitialised tensor of exactly this shape and these strides, owning its storage."""
-    span = torch.empty(span_numel(shape, stride), dtype=dtype, device=device)
-    return span.as_strided(shape, stride)
+def skew_bytes(tensor: Tensor) -> int:
+    """How far a tensor starts past the boundary that its device's allocations start at.
+
+    Matrix kernels are chosen by alignment (cuBLASLt looks at powers of two up to 256), so a copy
+    at another alignment may give other bits. A handful of elements (a timestep that is a view of
+    the schedule) never reaches such a kernel and counts as aligned.
+    """
+    address = tensor.data_ptr()
+    if tensor.device.type == "cpu":
+        skew = address % _CPU_ALIGNMENT
+    else:
+        skew = address & -address
+        skew = 0 if skew >= _CUDA_ALIGNMENT else skew
+    if not skew or span_numel(tuple(tensor.shape), tensor.stride()) < _SMALL:
+        return 0
+    return skew
+
+
+def empty_like_layout(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """An uninitialised tensor of the same shape, strides and alignment, owning its storage."""
+    lead = skew_bytes(tensor) // tensor.element_size()
+    return empty_layout(tensor, lead, device or tensor.device)
+
+
+def empty_layout(like: Tensor, lead: int, device: torch.device) -> Tensor:
+    """An uninitialised tensor of `like`'s shape and strides, `lead` elements into its storage."""
+    numel = lead + span_numel(tuple(like.shape), like.stride())
+    span = torch.empty(numel, dtype=like.dtype, device=device)
+    return span.as_strided(like.shape, like.stride(), lead)
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -78,9 +106,9 @@ def clone_layout(tensor: Tensor) -> Tensor:
     `Tensor.clone` makes those contiguous, and then a result would not be eager's.
     """
     copy = tensor.clone()
-    if copy.stride() == tensor.stride():
+    if copy.stride() == tensor.stride() and not skew_bytes(tensor):
         return copy
-    copy = empty_layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    copy = empty_like_layout(tensor)
     copy_layout(copy, tensor)
     return copy
 

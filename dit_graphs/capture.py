@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -372,7 +372,8 @@ def _unchanged(before: object, after: object) -> bool:
     if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
         return len(before) == len(after) and all(map(_unchanged, before, after))
     if is_dataclass(before) and type(before) is type(after):
-        return _unchanged(vars(before), vars(after))
+        names = [field.name for field in fields(before)]
+        return all(_unchanged(getattr(before, n), getattr(after, n)) for n in names)
     return before is after
 
 

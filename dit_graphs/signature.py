@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .buffers import same_view, span_bytes
-from .tree import LeafKeys, freeze
+from .buffers import same_view, skew_bytes, span_bytes
+from .tree import LeafKeys, UnknownLeaf, freeze
 
 __all__ = ["CallForm", "Signature", "TensorSpec", "register_leaf", "registered_leaves", "sign"]
 
@@ -45,7 +45,7 @@ class TensorSpec(NamedTuple):
     """What a kernel sees of a tensor besides its values.
 
     `group`: the first leaf that is the same view of the same memory. `overlaps`: earlier leaves
-    that share some of its memory, each with the distance in bytes.
+    that share some of its memory, each with the distance in bytes. `skew`: bytes past alignment.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +54,7 @@ class TensorSpec(NamedTuple):
     device: torch.device
     group: int
     overlaps: tuple[tuple[int, int], ...] = ()
+    skew: int = 0
 
     def __str__(self) -> str:
         size = "×".join(map(str, self.shape)) or "scalar"
@@ -119,7 +120,7 @@ class Signature:
         if not lines and any(a.stride != b.stride for a, b in specs):
             lines.append("tensor strides differ")
         if not lines and self.tensors != other.tensors:
-            lines.append("tensor devices or shared memory differ")
+            lines.append("tensor devices, alignments or shared memory differ")
         if self.ambient != other.ambient:
             lines.append(f"settings: {self.ambient} → {other.ambient}")
         if self.extra != other.extra:
@@ -234,8 +235,12 @@ def _specs(tensors: list[Tensor]) -> list[TensorSpec]:
     storages: dict[int, list[int]] = {}
     specs: list[TensorSpec] = []
     for index, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided:
+            raise UnknownLeaf(str(tensor.layout))
         spec = TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, index)
         pointer = tensor.untyped_storage().data_ptr()
+        if pointer and skew_bytes(tensor):
+            spec = spec._replace(skew=skew_bytes(tensor))
         if pointer:
             earlier = storages.setdefault(pointer, [])
             if earlier:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .buffers import bits_equal, clone_layout, copy_layout, empty_layout, overlaps
+from .buffers import bits_equal, clone_layout, copy_layout, empty_like_layout, overlaps
 
 __all__ = ["StaticInputs"]
 
@@ -38,8 +38,7 @@ class StaticInputs:
                 if groups[index] != index:
                     self.buffers.append(self.buffers[groups[index]])
                     continue
-                shape = tuple(tensor.shape)
-                self.buffers.append(empty_layout(shape, tensor.stride(), tensor.dtype, device))
+                self.buffers.append(empty_like_layout(tensor, device))
         self.proven = [False] * len(tensors)
         self.rebind_always: frozenset[int] = frozenset()
         self._plain = [not overlaps(buffer) for buffer in self.buffers]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 from ..breaks import BreakResult, handling_breaks
-from ..buffers import clone_layout, poison
+from ..buffers import clone_layout, copy_layout, poison
 from ..errors import BreakFailed, CaptureAborted, Reason
 from ..observer import CaptureLog
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
@@ -30,11 +30,11 @@ class DebugBackend:
         """One eager run gives the layout of the output; its values are dropped."""
         log = BreakLog(plan)
         random = plan.state.random_state()
-        kept = [(tensor, tensor.clone()) for tensor in (*plan.inputs, *plan.externals)]
+        kept = [(tensor, clone_layout(tensor)) for tensor in (*plan.inputs, *plan.externals)]
         with plan.state.capture_stream(), handling_breaks(None):
             result = fn(None)
         for tensor, before in kept:
-            tensor.copy_(before)
+            copy_layout(tensor, before)
         plan.state.set_random_state(random)
         try:
             layout = BreakResult.of(result)

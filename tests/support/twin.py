@@ -62,8 +62,8 @@ def difference(left: object, right: object, path: str = "result") -> str | None:
 
 
 def _tensor_difference(left: Tensor, right: Tensor, path: str) -> str | None:
-    mine = (left.dtype, tuple(left.shape), left.stride(), left.device, left.is_inference())
-    theirs = (right.dtype, tuple(right.shape), right.stride(), right.device, right.is_inference())
+    mine = (left.dtype, tuple(left.shape), left.stride(), left.device)
+    theirs = (right.dtype, tuple(right.shape), right.stride(), right.device)
     if mine != theirs:
         return f"{path}: {mine} against {theirs}"
     if _bytes(left) != _bytes(right):
