@@ -80,7 +80,7 @@ def _version(wanted: bool) -> None:
 
 
 def _named(option: str) -> str:
-    return _ARGUMENTS.get(option) or option_name(option)
+    return ", ".join(_ARGUMENTS.get(name) or option_name(name) for name in option.split(", "))
 
 
 def _refuse(sentence: str) -> int:

@@ -14,7 +14,8 @@ __all__ = ["InputError", "listed"]
 class InputError(ValueError):
     """A value the user gave cannot be used; nothing was generated or written.
 
-    `option` is the request or model field, `problem` the rest of the sentence.
+    `option` is the request or model field, or several with commas between; `problem` is the rest
+    of the sentence.
     """
 
     def __init__(self, option: str, problem: str) -> None:

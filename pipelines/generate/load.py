@@ -7,6 +7,7 @@ signature before any weight is read.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 from dataclasses import dataclass, field
@@ -148,6 +149,8 @@ def _from_single_file(
         raise InputError("model", f"the denoiser of {base!r} cannot be read from one file")
     quantized = {}
     if path.suffix == ".gguf":
+        if importlib.util.find_spec("gguf") is None:
+            raise InputError("model", "a .gguf file needs the package gguf: pip install gguf")
         quantized["quantization_config"] = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
     denoiser = model_class.from_single_file(
         str(path), config=base, subfolder=name, **_typed(dtype), **quantized

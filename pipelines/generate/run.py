@@ -187,8 +187,10 @@ def _call(pipe: DiffusionPipeline, arguments: dict[str, object], clock: StageClo
             raise
         problem = " ".join(str(error).split())
         words = re.findall(r"\w+", problem.lower())
-        name = next((word for word in words if word in arguments), "request")
-        raise InputError(name, f"{type(pipe).__name__} refuses it: {problem}") from error
+        names = dict.fromkeys(word for word in words if word in arguments)
+        raise InputError(
+            ", ".join(names) or "request", f"{type(pipe).__name__} refuses it: {problem}"
+        ) from error
 
 
 def _save(loaded: LoadedPipeline, item: Item, naming: Naming, notes: Mapping[str, Json]) -> Item:

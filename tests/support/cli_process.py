@@ -7,16 +7,26 @@ command lines and gets each one's exit code and output; it calls the same `main`
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+_OTHER = os.environ.get("DIT_GRAPHS_TEST_MODEL")
+MODEL: tuple[str, ...] = ("--model", _OTHER, "--backend", "recorded") if _OTHER else ()
+
 _DRIVER = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, shutil, sys
 from dit_graphs.app.cli import main
 
 def call(arguments):
+    if arguments[0] == "!copy":
+        shutil.copy(*arguments[1:])
+        return {"code": 0, "out": "", "err": ""}
+    if arguments[0] == "!remove":
+        os.remove(arguments[1])
+        return {"code": 0, "out": "", "err": ""}
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -53,7 +63,10 @@ def run(*arguments: str, cwd: Path, timeout: float = 180) -> Done:
 
 
 def run_many(commands: list[list[str]], cwd: Path, timeout: float = 240) -> list[Done]:
-    """Every command line, one after the other, in one process of its own."""
+    """Every command line, one after the other, in one process of its own.
+
+    `["!copy", source, target]` and `["!remove", file]` change files between two of them.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER],
         cwd=cwd,
@@ -64,4 +77,4 @@ def run_many(commands: list[list[str]], cwd: Path, timeout: float = 240) -> list
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [Done(r["code"], r["out"], r["err"]) for r in json.loads(done.stdout)]
+    return [Done(r["code"], r["out"], r["err"]) for r in json.loads(done.stdout.splitlines()[-1])]
