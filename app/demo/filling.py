@@ -1,0 +1,130 @@
+"""Owns the page's fields as values: from the fields to a form, from a form back to the fields.
+
+Must never run the pipeline. The surprising fact: the order of `FIELDS` is the contract between the
+layout and the events; both are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import gradio as gr
+
+from dit_graphs.pipelines.generate import InputError
+
+from .form import Form, restore_form
+from .layout import FIELDS, Parts
+from .markup import text
+from .modes import Mode
+from .problems import problem_of
+from .stage import error_html, status_html
+from .studio import Studio
+
+__all__ = ["Filler", "form_of"]
+
+
+def form_of(values: Sequence[object]) -> Form:
+    """The form of (mode, *FIELDS) as the page sent them."""
+    given = dict(zip(("mode", *FIELDS), values, strict=True))
+    pictures = [given[name] for name in ("image", "image_2") if given[name]]
+    return Form(
+        mode=Mode(str(given["mode"])),
+        prompt=_text(given["prompt"]),
+        negative_prompt=_text(given["negative_prompt"]),
+        width=_number(given["width"]),
+        height=_number(given["height"]),
+        num_frames=_number(given["num_frames"]),
+        steps=_number(given["steps"]),
+        guidance=_number(given["guidance"]),
+        seed=_seed(given["seed"]),
+        count=_number(given["count"]),
+        images=tuple(str(path) for path in pictures),
+        strength=_number(given["strength"]),
+        lora=_text(given["lora"]),
+        extra=_text(given["extra"]),
+        fps=_number(given["fps"]),
+    )
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _number(value: object) -> float | None:
+    return float(cast(float, value)) if value not in (None, "") else None
+
+
+def _seed(value: object) -> int | None:
+    """Empty means random; a seed is text on the page, because an empty number would be 0."""
+    words = _text(value).strip()
+    if words and not words.isdecimal():
+        raise InputError("seed", f"expected a whole number ≥ 0, or nothing, got {words!r}")
+    return int(words) if words else None
+
+
+class Filler:
+    """The events that only change fields, bound to one studio and its page."""
+
+    def __init__(self, studio: Studio, parts: Parts) -> None:
+        self.studio = studio
+        self.parts = parts
+
+    @property
+    def outputs(self) -> list[object]:
+        """What `restore` fills, in order."""
+        fields = [self.parts.fields[name] for name in FIELDS]
+        zone = self.parts["restore"]
+        return [self.parts["mode"], *fields, *self.mode_outputs, zone, self.parts["restored"]]
+
+    @property
+    def mode_outputs(self) -> list[object]:
+        """What a mode shows or hides, in order."""
+        tabs = [self.parts["modes"]] if "modes" in self.parts.named else []
+        return [self.parts["inputs"], self.parts["image_2"], self.parts["negative_prompt"], *tabs]
+
+    def restore(self, path: str | None) -> list[object]:
+        """Every field as it was when the file was made, or why not."""
+        keep = [gr.skip()] * (len(self.outputs) - 2)
+        if not path:
+            return [*keep, None, ""]
+        try:
+            found = restore_form(
+                Path(path),
+                self.studio.plans,
+                self.studio.model_name,
+                self.studio.plans[0].pipeline_class.__name__,
+            )
+        except InputError as error:
+            return [*keep, None, error_html(problem_of(error))]
+        form = found.form
+        notes = "".join(f" Note: {text(note)}." for note in found.notes)
+        words = status_html("Settings restored.") + (
+            f'<p class="dg-note">{notes}</p>' * bool(notes)
+        )
+        shown = self._shown(form.mode, is_tab_moved=True)
+        # None empties the drop zone: the next file can be dropped at once.
+        return [form.mode.value, *_values(form), *shown, None, words]
+
+    def switch(self, mode: Mode) -> Callable[[], list[object]]:
+        """A handler that shows what `mode` takes."""
+        return lambda: [mode.value, *self._shown(mode, is_tab_moved=False)]
+
+    def _shown(self, mode: Mode, *, is_tab_moved: bool) -> list[object]:
+        plan = self.studio.plan(mode)
+        updates: list[object] = [
+            gr.Column(visible=plan.takes_image),
+            gr.Image(visible=mode is Mode.EDIT),
+            gr.Textbox(visible="negative_prompt" in plan.takes),
+        ]
+        if "modes" in self.parts.named:
+            updates.append(gr.Tabs(selected=mode.value) if is_tab_moved else gr.skip())
+        return updates
+
+
+def _values(form: Form) -> list[object]:
+    images = [*form.images, None, None]
+    seed = "" if form.seed is None else str(int(form.seed))
+    special = {"image": images[0], "image_2": images[1], "seed": seed}
+    return [special[name] if name in special else getattr(form, name) for name in FIELDS]

@@ -1,0 +1,210 @@
+"""Owns what happens on the page: each event becomes a job, and the job's life becomes updates.
+
+Must never touch the pipeline itself. The surprising fact: every handler is an async generator that
+polls its job. It holds no thread while people wait in line, and whatever ends it (the last step, a
+closed page) also stops the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
+
+import gradio as gr
+
+from dit_graphs.pipelines.generate import InputError
+
+from . import work
+from .compare import Comparison, compare
+from .compare_view import comparison_html, empty_comparison_html
+from .filling import form_of
+from .graphs_panel import panel_html
+from .jobs import Job, JobState, QueueFull
+from .markup import millis, plural, text
+from .problems import Problem, problem_of
+from .stage import details_html, error_html, running_html, status_html
+from .studio import Studio
+from .work import Finished, Warmed
+
+__all__ = ["Handlers"]
+
+_POLL_SECONDS = 0.08
+_MAX_HISTORY = 24
+History: TypeAlias = "list[Finished]"
+
+
+class Handlers:
+    """The events that use the pipeline, bound to one studio."""
+
+    def __init__(self, studio: Studio) -> None:
+        self.studio = studio
+
+    async def generate(
+        self, request: gr.Request, history: History, *values: object
+    ) -> AsyncIterator[tuple[object, ...]]:
+        """Updates of (stage, gallery, details, download, reuse, graphs, history)."""
+        skip = gr.skip()
+        try:
+            form = form_of(values)
+            job = self._submit(lambda job: work.generate(self.studio, form, job), request)
+        except (InputError, QueueFull) as error:
+            yield error_html(problem_of(error)), *[skip] * 6
+            return
+        async for position in self._follow(job):
+            stage = running_html(job, position)
+            yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), skip, skip
+        made = [result for result in job.results if isinstance(result, Finished)]
+        history = [*made, *history][:_MAX_HISTORY]
+        stage = self._outcome(job, made)
+        panel = self._panel(made[-1]) if made else skip
+        if not history:
+            yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), panel, history
+            return
+        shown = history[0]
+        gallery = gr.Gallery(value=self._entries(history), selected_index=0, visible=True)
+        yield stage, gallery, *self._details(shown), panel, history
+
+    def _entries(self, history: History) -> list[tuple[str, str]]:
+        return [
+            (str(self.studio.publish(path)), f"seed {finished.item.seed}")
+            for finished in history
+            for path in finished.item.files[:1]
+        ]
+
+    def _details(self, finished: Finished) -> tuple[object, object, object]:
+        path = str(self.studio.publish(finished.item.files[0]))
+        download = gr.DownloadButton(value=path, visible=True)
+        return details_html(finished), download, gr.Button(visible=True)
+
+    def _outcome(self, job: Job, made: History) -> str:
+        if job.state is JobState.FAILED:
+            return error_html(self._problem(job))
+        if job.state is JobState.STOPPED:
+            step = job.progress.step
+            kept = f" {plural(len(made), 'picture')} finished before that." if made else ""
+            where = f" after step {step} of {job.progress.total}" if step else ""
+            return status_html(f"Stopped{where}.{kept}")
+        seconds = sum(finished.item.total_seconds for finished in made)
+        return status_html(f"Done: {plural(len(made), 'picture')} in {millis(seconds * 1e3)}.")
+
+    def _panel(self, finished: Finished) -> str:
+        return panel_html(finished.snapshot, finished.trace, finished.line)
+
+    def _problem(self, job: Job) -> Problem:
+        assert job.error is not None
+        return problem_of(job.error, self.studio.snapshot.held_bytes)
+
+    def select(self, history: History, chosen: gr.SelectData) -> tuple[object, object, object]:
+        """The parameters of the picture that was picked in the gallery."""
+        entries = [finished for finished in history if finished.item.files]
+        return self._details(entries[min(int(chosen.index), len(entries) - 1)])
+
+    def stop(self, request: gr.Request) -> None:
+        """Everything this page waits for ends at its next step."""
+        self.studio.queue.stop_session(_session(request))
+
+    async def compare(
+        self, request: gr.Request, *values: object
+    ) -> AsyncIterator[tuple[object, object]]:
+        """Updates of (comparison, graphs)."""
+        skip = gr.skip()
+        try:
+            form = form_of(values)
+            job = self._submit(lambda job: compare(self.studio, form, job), request)
+        except (InputError, QueueFull) as error:
+            yield error_html(problem_of(error)), skip
+            return
+        async for position in self._follow(job):
+            yield running_html(job, position), skip
+        if job.state is JobState.FAILED:
+            yield error_html(self._problem(job)), skip
+            return
+        for result in job.results:
+            if isinstance(result, Comparison):
+                view = comparison_html(result, self.studio.device.type)
+                yield view, self._panel(result.graphs)
+                return
+        yield status_html("Stopped.") + empty_comparison_html(), skip
+
+    async def warm_up(
+        self, request: gr.Request, history: History, sizes: str, *values: object
+    ) -> AsyncIterator[tuple[object, object]]:
+        """Updates of (result, graphs)."""
+        skip = gr.skip()
+        try:
+            form = form_of(values)
+            job = self._submit(lambda job: work.warm_up(self.studio, form, sizes, job), request)
+        except (InputError, QueueFull) as error:
+            yield error_html(problem_of(error)), skip
+            return
+        async for position in self._follow(job):
+            yield running_html(job, position), skip
+        if job.state is JobState.FAILED:
+            yield error_html(self._problem(job)), skip
+        elif job.results and isinstance(job.results[0], Warmed):
+            warmed = job.results[0]
+            trace = history[0].trace if history else None
+            yield _warmed_html(warmed), panel_html(warmed.snapshot, trace)
+        else:
+            yield status_html("Stopped."), skip
+
+    async def rewrite(
+        self, request: gr.Request, prompt: str, seed: str
+    ) -> AsyncIterator[tuple[object, object]]:
+        """Updates of (prompt, message): the prompt grows word by word."""
+        skip = gr.skip()
+        if not prompt.strip():
+            empty = InputError("prompt", "say what the picture should show")
+            yield skip, error_html(problem_of(empty))
+            return
+        chosen = int(seed) if seed.strip().isdecimal() else 0
+        try:
+            job = self._submit(lambda job: work.write(self.studio, prompt, chosen, job), request)
+        except QueueFull as error:
+            yield skip, error_html(problem_of(error))
+            return
+        async for _ in self._follow(job):
+            yield job.progress.text or skip, status_html("Writing a longer prompt…")
+        if job.state is JobState.FAILED:
+            yield prompt, error_html(self._problem(job))
+        elif job.state is JobState.STOPPED:
+            yield prompt, status_html("Stopped: the prompt is as it was.")
+        else:
+            yield str(job.results[0]), ""
+
+    def leave(self, request: gr.Request) -> None:
+        """A page was closed: nothing of it stays in the line."""
+        self.studio.queue.stop_session(_session(request))
+
+    def _submit(self, run: Callable[[Job], None], request: gr.Request) -> Job:
+        return self.studio.queue.submit(run, session=_session(request))
+
+    async def _follow(self, job: Job) -> AsyncIterator[int]:
+        """Yields the position in line whenever something changed, until the job is finished."""
+        seen: tuple[int, int] | None = None
+        try:
+            while not job.is_finished:
+                now = (job.version, self.studio.queue.position(job))
+                if now != seen:
+                    seen = now
+                    yield now[1]
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            self.studio.queue.stop(job)  # nobody looks any more: a finished job ignores it
+
+
+def _session(request: gr.Request) -> str:
+    return str(request.session_hash or "")
+
+
+def _hidden() -> dict[str, object]:
+    return gr.update(visible=False)  # type: ignore[no-any-return]
+
+
+def _warmed_html(warmed: Warmed) -> str:
+    if not warmed.signatures:
+        return status_html(f"Nothing new to capture ({millis(warmed.seconds * 1e3)}).")
+    lines = "".join(f"<li>{text(name)}</li>" for name in warmed.signatures)
+    words = f"Captured {plural(len(warmed.signatures), 'graph')} in {millis(warmed.seconds * 1e3)}:"
+    return f'{status_html(words)}<ul class="dg-list">{lines}</ul>'

@@ -1,0 +1,28 @@
+// Owns what a server cannot do: the choice of light or dark, and honest names for bare controls.
+(() => {
+  const KEY = "dit-graphs-theme";
+  const apply = (name) => document.body.classList.toggle("dark", name === "dark");
+  const stored = () => {
+    try { return localStorage.getItem(KEY); } catch { return null; }
+  };
+  document.addEventListener("click", (event) => {
+    if (!event.target.closest || !event.target.closest("#dg-theme")) return;
+    const name = document.body.classList.contains("dark") ? "light" : "dark";
+    apply(name);
+    try { localStorage.setItem(KEY, name); } catch { /* private windows keep nothing */ }
+  });
+  // Some of Gradio's buttons are called something else than they say; what they say is better.
+  const MISNAMED = ".upload-container[aria-label], .thumbnail-item[aria-label]";
+  const rename = () => {
+    for (const button of document.querySelectorAll(MISNAMED)) button.removeAttribute("aria-label");
+  };
+  const start = () => {
+    if (stored()) apply(stored());
+    rename();
+    new MutationObserver(rename).observe(document.body, {
+      childList: true, subtree: true, attributes: true, attributeFilter: ["aria-label"],
+    });
+  };
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
+  else start();
+})();

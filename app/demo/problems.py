@@ -1,0 +1,71 @@
+"""Owns the words for what went wrong: one headline, one sentence of what to do, for every error.
+
+Must never show a traceback to a stranger; the log has it. The surprising fact: running out of
+memory has several faces. CUDA raises a class of its own, the CPU allocator a plain `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dit_graphs import GraphError
+from dit_graphs.pipelines.generate import InputError
+
+from .jobs import QueueFull
+
+__all__ = ["Problem", "is_out_of_memory", "problem_of"]
+
+_NAMES = {
+    "num_inference_steps": "steps",
+    "guidance_scale": "guidance",
+    "num_images": "count",
+    "num_frames": "frames",
+    "set": "other arguments",
+    "from": "restore",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error as a reader sees it: what happened, and what can be done."""
+
+    title: str
+    text: str
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host had no memory left."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "not enough memory" in text or "out of memory" in text
+    )
+
+
+def problem_of(error: BaseException, held_bytes: int = 0) -> Problem:
+    """The words for `error`; `held_bytes` is what graphs hold on the device."""
+    if isinstance(error, InputError):
+        name = _NAMES.get(error.option, error.option).replace("_", " ")
+        return Problem(f"Check “{name}”", _sentence(error.problem))
+    if is_out_of_memory(error):
+        held = f" Graphs hold {held_bytes >> 20} MiB of it." if held_bytes else ""
+        return Problem(
+            "Out of memory",
+            f"This size needs more memory than the device has left.{held} "
+            "Try a smaller size, fewer frames or fewer images; nothing else is lost.",
+        )
+    if isinstance(error, QueueFull):
+        return Problem("The line is full", _sentence(str(error)))
+    if isinstance(error, GraphError):
+        return Problem("Graphs refused this", _sentence(str(error)))
+    words = " ".join(str(error).split())[:300]
+    return Problem(f"The pipeline failed: {type(error).__name__}", _sentence(words or "no message"))
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split())
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?", "…")) else f"{text}."

@@ -1,0 +1,224 @@
+"""Owns the one loaded model of a demo: its pipelines, graphs, LoRA weights, files and line.
+
+Must never know the page. The surprising fact: only the worker thread of the line touches a
+pipeline, also for reading counters, so everything the page shows is a copy made between two jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+import dit_graphs
+from dit_graphs import GraphConfig, GraphError
+from dit_graphs.memory import device_state
+from dit_graphs.pipelines import accelerate, stats
+from dit_graphs.pipelines.accelerate import acceleration_of
+from dit_graphs.pipelines.generate import BUNDLED, Adapter, InputError, LoadedPipeline
+from dit_graphs.pipelines.generate.load import call_defaults
+from dit_graphs.pipelines.generate.setup import set_up
+
+from .form import Limits
+from .jobs import JobQueue
+from .modes import Mode, ModePlan, plans_of
+from .preview import Previewer
+from .rewriting import can_rewrite
+
+__all__ = ["GraphSnapshot", "Studio"]
+
+log = logging.getLogger("dit_graphs.demo")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSnapshot:
+    """What the graphs hold and did until now: `stats()`, `explain()`, and the budget in bytes."""
+
+    stats: dict[str, object] = field(default_factory=dict)
+    explanation: str = ""
+    held_bytes: int = 0
+    budget_bytes: int | None = None
+
+
+class Studio:
+    """A loaded, accelerated model that serves one job at a time."""
+
+    def __init__(
+        self,
+        loaded: LoadedPipeline,
+        graphs: GraphConfig,
+        *,
+        name: str | None = None,
+        output: Path | None = None,
+        limits: Limits | None = None,
+        max_waiting: int = 16,
+    ) -> None:
+        self.graphs = graphs
+        self.name = name
+        self.limits = limits or Limits()
+        self.plans = plans_of(type(loaded.pipe))
+        self.queue = JobQueue(max_waiting=max_waiting)
+        self.previewer = Previewer()
+        self.can_rewrite = can_rewrite(loaded.pipe)
+        self.shown = Path(tempfile.mkdtemp(prefix="dit-graphs-demo-"))
+        self.output = output or self.shown
+        self.device = loaded.device
+        self._loaded = {type(loaded.pipe): loaded}
+        self._main = loaded
+        self._adapters = loaded.spec.lora
+        self.snapshot = GraphSnapshot()
+        self.refresh()
+
+    @property
+    def pipe(self) -> DiffusionPipeline:
+        """The pipeline the model was loaded as."""
+        return self._main.pipe
+
+    @property
+    def model_name(self) -> str:
+        """The model as records call it."""
+        return self.name or str(self._main.spec.to_mapping()["model"])
+
+    @property
+    def model_words(self) -> str:
+        """The model as a reader knows it."""
+        if self.name == BUNDLED:
+            return "the bundled model"
+        place = self.model_name.rstrip("/")
+        return place if place.count("/") == 1 else place.rpartition("/")[2]
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        """The call arguments the model folder asks for."""
+        return dict(self._main.defaults)
+
+    @property
+    def start_adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA weights the demo was started with."""
+        return self._main.spec.lora
+
+    def plan(self, mode: Mode) -> ModePlan:
+        """The plan of `mode`. Raises `InputError` where the model cannot do it."""
+        for plan in self.plans:
+            if plan.mode is mode:
+                return plan
+        able = ", ".join(plan.mode.title.lower() for plan in self.plans)
+        raise InputError("mode", f"this model can do {able}")
+
+    def pipeline_for(self, plan: ModePlan) -> LoadedPipeline:
+        """The pipeline that serves `plan`, sharing the loaded components; made on first use."""
+        found = self._loaded.get(plan.pipeline_class)
+        if found is None:
+            pipe = plan.pipeline_class(**self._components(plan.pipeline_class))
+            pipe.set_progress_bar_config(disable=True)
+            spec = replace(self._main.spec, pipeline=plan.pipeline_class.__name__)
+            acceleration = acceleration_of(self.pipe)
+            accelerate(pipe, acceleration.config if acceleration is not None else self.graphs)
+            defaults = call_defaults(spec, plan.pipeline_class)
+            found = LoadedPipeline(pipe, spec, self.device, defaults)
+            self._loaded[plan.pipeline_class] = found
+        return replace(found, spec=replace(found.spec, lora=self._adapters))
+
+    def _components(self, pipeline_class: type[DiffusionPipeline]) -> dict[str, object]:
+        expected, _ = pipeline_class._get_signature_keys(pipeline_class)
+        return {name: part for name, part in self.pipe.components.items() if name in expected}
+
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Exactly these LoRA weights act from now on. Raises `InputError`, and none act then.
+
+        Other strengths of the same files are set in place; other files are loaded.
+        """
+        if adapters == self._adapters:
+            return
+        pipe, spec = self.pipe, replace(self._main.spec, lora=adapters)
+        if [a.path for a in adapters] == [a.path for a in self._adapters]:
+            names = [f"lora_{index}" for index in range(len(adapters))]
+            pipe.set_adapters(names, [adapter.scale for adapter in adapters])
+            self._adapters = adapters
+            return
+        if self._adapters:
+            pipe.unload_lora_weights()
+            self._adapters = ()
+        if adapters:
+            try:
+                set_up(pipe, spec, self.device)
+            except InputError:
+                if hasattr(pipe, "unload_lora_weights"):
+                    pipe.unload_lora_weights()
+                raise
+        self._adapters = adapters
+
+    def publish(self, path: Path) -> Path:
+        """A file's copy where the web server may read it: the page never gets the output folder."""
+        if self.output == self.shown:
+            return path
+        copy = self.shown / path.name
+        shutil.copyfile(path, copy)
+        return copy
+
+    @property
+    def backend(self) -> str:
+        """What serves the denoiser: a backend, "none" without CUDA, or "off"."""
+        reports = self.snapshot.stats.get("components")
+        report = reports.get("denoiser") if isinstance(reports, dict) else None
+        return str(report.get("backend")) if isinstance(report, dict) else "off"
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the model makes videos."""
+        return self.plans[0].mode is Mode.VIDEO
+
+    def refresh(self) -> GraphSnapshot:
+        """Reads what the graphs hold now. Only between jobs, or from the worker itself."""
+        acceleration = acceleration_of(self.pipe)
+        if acceleration is None:
+            self.snapshot = GraphSnapshot()
+            return self.snapshot
+        numbers = stats(self.pipe)
+        self.snapshot = GraphSnapshot(
+            stats=numbers,
+            explanation=dit_graphs.explain(self.pipe),
+            held_bytes=_held_bytes(numbers),
+            budget_bytes=self._budget(acceleration.config),
+        )
+        return self.snapshot
+
+    def _budget(self, config: GraphConfig) -> int | None:
+        budget = config.budget_for("denoiser")
+        if budget != "auto":
+            return int(budget)
+        if self.device.type != "cuda":
+            return None
+        return device_state(self.device).default_budget()
+
+    def recover_from_out_of_memory(self) -> None:
+        """Freed blocks go back to the device, so that a smaller request finds them."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """The line is closed, the page's own files are gone; an output folder keeps its files."""
+        self.queue.close()
+        try:
+            self.refresh()
+        except GraphError:  # already restored by the caller
+            log.debug("the pipeline is not accelerated any more")
+        shutil.rmtree(self.shown, ignore_errors=True)
+
+
+def _held_bytes(numbers: dict[str, object]) -> int:
+    """Bytes all graphs hold: the shared pool where there is one, else their own buffers."""
+    components = numbers.get("components")
+    assert isinstance(components, dict)
+    pools = [int(report.get("pool_bytes") or 0) for report in components.values()]
+    own = sum(
+        int(graph.get("nbytes") or 0)
+        for report in components.values()
+        for graph in report.get("graphs", [])
+    )
+    return max(pools, default=0) or own

@@ -1,0 +1,125 @@
+"""From the page's fields to a request, and from a file back to the fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import diffusers
+import pytest
+from demo_studio import a_form, run_job, studio_of
+from PIL import Image
+
+from dit_graphs.app.demo import work
+from dit_graphs.app.demo.filling import form_of
+from dit_graphs.app.demo.form import Form, Limits, adapters_of, request_of, restore_form, sizes_of
+from dit_graphs.app.demo.layout import FIELDS
+from dit_graphs.app.demo.modes import Mode, plans_of
+from dit_graphs.pipelines.generate import InputError
+
+PLANS = plans_of(diffusers.ZImagePipeline)
+TEXT, IMAGE = PLANS
+LIMITS = Limits(side=512, steps=50, images=4)
+
+
+def test_open_fields_leave_the_pipelines_defaults() -> None:
+    request = request_of(Form(prompt=" a cat "), TEXT, LIMITS)
+    assert request.to_mapping() == {"prompt": "a cat"}
+
+
+def test_every_field_reaches_the_request() -> None:
+    request = request_of(a_form(count=3, negative_prompt="blue"), TEXT, LIMITS)
+    assert request.to_mapping() == {
+        "prompt": "a red heart",
+        "negative_prompt": "blue",
+        "width": 64,
+        "height": 64,
+        "num_inference_steps": 4,
+        "guidance_scale": 2.0,
+        "seed": 7,
+        "num_images": 3,
+        "set": {"max_sequence_length": 64},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "option", "words"),
+    [
+        ({"prompt": "  "}, "prompt", "say what the picture should show"),
+        ({"width": 9000}, "width", "at most 512 here, got 9000"),
+        ({"height": 64.5}, "height", "a whole number, got 64.5"),
+        ({"height": 0}, "height", "a whole number ≥ 1, got 0"),
+        ({"steps": 51}, "num_inference_steps", "at most 50"),
+        ({"count": 5}, "num_images", "at most 4"),
+        ({"extra": "{"}, "set", "expected JSON"),
+        ({"extra": "[1]"}, "set", "expected a JSON object"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_is_allowed(
+    fields: dict[str, object], option: str, words: str
+) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        request_of(a_form(**fields), TEXT, LIMITS)
+    assert caught.value.option == option
+
+
+def test_a_mode_that_starts_from_a_picture_wants_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected a picture"):
+        request_of(a_form(mode=Mode.IMAGE), IMAGE, LIMITS)
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(path)
+    form = a_form(mode=Mode.IMAGE, images=(str(path),), strength=0.4)
+    request = request_of(form, IMAGE, LIMITS)
+    assert (request.image, request.strength) == ((str(path),), 0.4)
+    # typed before the tab was changed: the text mode takes neither and does not complain
+    assert request_of(form, TEXT, LIMITS).image == ()
+
+
+def test_sizes_of_a_warm_up() -> None:
+    assert sizes_of("512x256, 64×64;", LIMITS) == [(512, 256), (64, 64)]
+    for wrong in ("", "512", "ax64", "1024x64", "0x64"):
+        with pytest.raises(InputError):
+            sizes_of(wrong, LIMITS)
+
+
+def test_lora_lines() -> None:
+    first, second = adapters_of("a/b.safetensors:0.5\n\n c/d \n")
+    assert (first.path, first.scale, second.path, second.scale) == (
+        "a/b.safetensors",
+        0.5,
+        "c/d",
+        1.0,
+    )
+
+
+def test_the_pages_values_are_read_in_the_order_of_its_fields() -> None:
+    values = dict.fromkeys(FIELDS)
+    values |= {"prompt": "x", "seed": " 12 ", "steps": 8.0, "image": "p.png"}
+    form = form_of(["image", *values.values()])
+    assert (form.mode, form.prompt, form.seed, form.steps) == (Mode.IMAGE, "x", 12, 8.0)
+    assert form.images == ("p.png",)
+    with pytest.raises(InputError, match="a whole number"):
+        form_of(["text", *{**values, "seed": "-1"}.values()])
+
+
+def test_a_file_made_here_restores_the_form_that_made_it() -> None:
+    form = a_form(negative_prompt="blue", seed=2**40)
+    with studio_of() as studio:
+        job = run_job(studio, lambda job: work.generate(studio, form, job))
+        path = job.results[0].item.files[0]  # type: ignore[attr-defined]
+        restored = restore_form(path, studio.plans, studio.model_name, "ZImagePipeline")
+        assert restored.notes == ()
+        assert restored.form == a_form(
+            negative_prompt="blue", seed=2**40, fps=None, strength=None, count=1
+        )
+        sidecar = restore_form(
+            path.with_suffix(".json"), studio.plans, "other/model", "ZImagePipeline"
+        )
+        assert sidecar.form == restored.form
+        assert "unsaved/ZImagePipeline" in sidecar.notes[0]
+
+
+def test_a_picture_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(path)
+    with pytest.raises(InputError, match="holds no record"):
+        restore_form(path, PLANS, "m", "ZImagePipeline")
