@@ -143,7 +143,7 @@ class BreakResult:
         """The result with fresh buffers of the recorded layouts on `device`."""
 
         def buffer(meta: Tensor) -> Tensor:
-            return empty_layout(meta, meta.storage_offset(), device)
+            return empty_layout(meta, int(meta.storage_offset()), device)
 
         return map_tensors(self.template, buffer)
 

@@ -55,6 +55,10 @@ class RunnerStats:
         self.eager_calls += 1
         self.fallbacks[reason] += 1
         self._note(reason.value)
+        self.tell(reason, detail)
+
+    def tell(self, reason: Reason, detail: str) -> None:
+        """Logs a reason the first time it is met, whether or not a call was lost to it yet."""
         if reason in self.details:
             return
         self.details[reason] = detail

@@ -269,10 +269,7 @@ class GraphRunner:
         else:
             entry.block(refusal.reason, refusal.detail)
         # counted where the eager call happens; told here because that may be the next call
-        if refusal.reason not in self.stats.details:
-            log.warning(
-                "%s: no graph (%s): %s", self.stats.component, refusal.reason, refusal.detail
-            )
+        self.stats.tell(refusal.reason, refusal.detail)
 
     # Serving from a graph.
     def _replay(self, entry: Entry, call: Call) -> object:

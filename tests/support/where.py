@@ -1,7 +1,8 @@
 """The backends a contract test runs on: those of this machine, the CUDA ones under marker `gpu`.
 
 Owns the fixtures `where` (every backend), `breaking` (those that allow eager breaks), `graphing`
-(those that record, so that a replay runs no Python of the model).
+(those that record, so that a replay runs no Python of the model), `segmenting` (both of these) and
+`pooled` (those with a memory pool of their own).
 """
 
 from __future__ import annotations
@@ -37,4 +38,5 @@ where = pytest.fixture(params=_params("recorded", "debug", "full", "breakable", 
 )
 breaking = pytest.fixture(params=_params("recorded", "debug", "breakable", "debug-cuda"))(_no_grad)
 graphing = pytest.fixture(params=_params("recorded", "full", "breakable"))(_no_grad)
+pooled = pytest.fixture(params=_params("full", "breakable"))(_no_grad)
 segmenting = pytest.fixture(params=_params("recorded", "breakable"))(_no_grad)
