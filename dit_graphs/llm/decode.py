@@ -77,6 +77,7 @@ class DecodeRunner:
             self._settle_on(here)
         if self.backend == "none":
             return Reason.NO_CUDA, str(self.device)
+        self.watch.ran_eager = True  # a model's own caches may move; weights are told apart
         change = self.watch.refresh(None)
         if change == "weights" and self.passes.holds_graphs():
             self.passes.forget()
@@ -98,7 +99,7 @@ class DecodeRunner:
         asked = (self.config.max_size or {}).get("decode")
         if asked is not None:
             return asked
-        cache = self._slots()
+        cache = self.slots()
         total, free = device_memory(self.device)
         bytes_of_slot = cache.token_bytes * slot_length(tokens, 0)
         rows = default_max_rows(
@@ -106,7 +107,8 @@ class DecodeRunner:
         )
         return max(rows, cache.slots if tokens <= cache.capacity else 1)
 
-    def _slots(self) -> SlotCache:
+    def slots(self) -> SlotCache:
+        """The slots, laid out for this model; nothing is allocated before a call needs it."""
         if self.cache is None:
             self.cache = SlotCache(self.model.layout(), self.device)
         return self.cache
@@ -161,7 +163,7 @@ class DecodeRunner:
 
     def _reserve(self, rows: int, tokens: int, table_shape: tuple[int, int]) -> None:
         """There are `rows` slots of `tokens`; larger ones are kept, others are made anew."""
-        cache, held = self._slots(), self.rows
+        cache, held = self.slots(), self.rows
         slots = rows if rows <= cache.slots or not cache.slots else max(rows, 2 * cache.slots)
         slots = max(min(slots, self.max_rows(tokens)), rows, cache.slots)
         length = max(slot_length(tokens, cache.length), cache.length)
@@ -196,7 +198,7 @@ class DecodeRunner:
 
     def grow(self, tokens: int) -> None:
         """Slots hold texts of `tokens`; what they and the rows hold now is kept."""
-        cache, before = self._slots(), self.rows
+        cache, before = self.slots(), self.rows
         assert before is not None
         self.passes.forget()
         cache.extend(slot_length(tokens, cache.length))

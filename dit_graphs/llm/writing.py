@@ -17,7 +17,6 @@ from torch import Tensor
 from ..ambient import ambient_state
 from .buckets import context_bucket
 from .forward_mode import ForwardMode, log_pass
-from .model import KeyValueStore
 from .prefill import PromptStore, prompt_positions
 from .sampling import Sampling, draw_noise
 from .steps import choice_pass, model_pass
@@ -31,7 +30,7 @@ RESERVED_AT_ONCE = 1024  # new tokens; for a longer text the slots grow on the w
 _POLL_EVERY = 4  # steps between two looks at the stop flags
 _CHUNK = 64  # steps between two looks at the slots' length where nothing can end a row
 
-Prefill = Callable[[KeyValueStore], Tensor]
+Prefill = Callable[[PromptStore], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -141,9 +142,9 @@ def _stops(criteria: Iterable[object]) -> tuple[int, tuple[int, ...]]:
     eos: list[int] = []
     for criterion in criteria:
         if type(criterion) is stopping_criteria.MaxLengthCriteria:
-            limit = int(criterion.max_length)
+            limit = int(cast(Any, criterion).max_length)
         elif type(criterion) is stopping_criteria.EosTokenCriteria:
-            ids: Tensor = criterion.eos_token_id
+            ids: Tensor = cast(Any, criterion).eos_token_id
             eos += ids.flatten().tolist()  # sync: once per call
         else:
             raise Refused(Reason.GENERATE_ARGUMENT, type(criterion).__name__)

@@ -8,34 +8,31 @@ it was made.
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from dit_graphs.config import GraphConfig
+from dit_graphs.counters import log
 from dit_graphs.errors import Reason
+from dit_graphs.llm.forward_mode import ForwardMode, log_pass
 from dit_graphs.module_watch import Change, ModuleWatch
 from dit_graphs.runner import GraphRunner, RunnerOptions
 
 from .caches import PassingCache
-from .masks import build_masks, cache_argument, is_all_ones, mask_decisions_as_eager
+from .encode_call import KV_LAYOUT, EncodeCall, EncoderForm, cut, without_cache
+from .masks import mask_decisions_as_eager
 
 __all__ = ["EncodeRunner", "EncoderWatch", "passing_through"]
 
 _passing: ContextVar[bool] = ContextVar("dit_graphs_encode_passing", default=False)
-_KV = "kv_layout"  # not an argument of any model: how the passing cache lays out keys
 _AS_MADE = "as_made"
-_CACHES = ("cache", "past_key_values")
-_PLAIN = frozenset(
-    {"input_ids", "attention_mask", "output_hidden_states", "output_attentions", "return_dict"}
-    | {"use_cache", "position_ids"}
-)
 
 
 @contextmanager
@@ -48,8 +45,19 @@ def passing_through() -> Iterator[None]:
         _passing.reset(token)
 
 
+# What generate() leaves on image models; read only behind a filled cache or for embeddings, and
+# neither is ever captured.
+_LEFT_BY_GENERATE = ("rope_deltas", "_cached_decode_position_ids", "_prefill_len")
+
+
 class EncoderWatch(ModuleWatch):
     """A module watch to which transformers' own output-collecting hooks are no hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._volatile = frozenset(
+            f"{path}.{name}" for path, _ in module.named_modules() for name in _LEFT_BY_GENERATE
+        )
 
     def refresh(self, number: int | None) -> Change | None:
         change = super().refresh(number)
@@ -65,17 +73,13 @@ class EncoderWatch(ModuleWatch):
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AsMade:
-    """The caller's call; `ids` is how a pass is recognised as one on the caller's own tensors."""
-
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    ids: Tensor
-
-
 class EncodeRunner(GraphRunner):
-    """Serves `model(input_ids, attention_mask, …)` of a text encoder from graphs."""
+    """Serves `model(input_ids, attention_mask, …)` of a text encoder from graphs.
+
+    The KV cache is left out of the output, and logits are the last token's. With `prompt_buckets`
+    a prompt is padded to the ladder: its hidden states deviate by rounding, which is measured and
+    logged once per bucket.
+    """
 
     def __init__(
         self,
@@ -86,83 +90,74 @@ class EncodeRunner(GraphRunner):
     ) -> None:
         super().__init__(module, eager, config, replace(options, ignore=(_AS_MADE,)))
         self._watch = EncoderWatch(module)
-        self._names = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        self._cache_name = cache_argument(type(module).forward)
-        self._is_encoder = type(module).__name__.endswith("EncoderModel")
+        self._encoder = EncoderForm(module, config.prompt_buckets)
+        self.deviations: dict[int, float] = {}
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """The encoder's output; its KV cache is left out and its logits are the last token's."""
+        """The encoder's output."""
         if _passing.get():
             return self.eager(*args, **kwargs)
-        if self._bypass() is None:
-            ready = self._prepare(args, kwargs)
-            if ready is not None:
-                return super().__call__(**ready)
-        return super().__call__(*args, **kwargs)
+        call = self._encoder.read(args, kwargs) if self._bypass() is None else None
+        if call is None:
+            return super().__call__(*args, **kwargs)
+        limit = (self.config.max_size or {}).get("prefill")
+        if limit is not None and call.tokens > limit:
+            detail = f"{call.tokens} tokens, max_size['prefill'] is {limit}"
+            return self._fall_back(Reason.ABOVE_MAX_SIZE, detail, args, kwargs)
+        before = self.stats.replays
+        result = super().__call__(**call.ready, **{_AS_MADE: call})
+        if call.is_padded:
+            result = cut(result, call.tokens, call.bucket)
+            self._measure(call, result)
+        log_pass(
+            self.stats.component, ForwardMode.EXTEND,
+            f"encode {call.ids.shape[0]} × {call.tokens} tokens (bucket {call.bucket})",
+            from_graph=self.stats.replays > before, device=self.device, level=logging.INFO,
+        )  # fmt: skip
+        return result
 
     def call_eager(self, *args: object, **kwargs: object) -> object:
         """The call as it was made; on a graph's own buffers, the call that is captured."""
-        made = kwargs.pop(_AS_MADE, None)
-        if made is None:
+        call = kwargs.pop(_AS_MADE, None)
+        if call is None:
             return self.eager(*args, **kwargs)
-        assert isinstance(made, AsMade)
-        if kwargs["input_ids"] is made.ids:
-            return _without_cache(self.eager(*made.args, **made.kwargs))
-        layout = kwargs.pop(_KV)
-        if layout is not None and self._cache_name is not None:
-            kwargs[self._cache_name] = PassingCache(as_stored=layout == "stored")
+        assert isinstance(call, EncodeCall)
+        if kwargs["input_ids"] is call.ids:
+            return without_cache(self.eager(*call.args, **call.kwargs))
+        layout = kwargs.pop(KV_LAYOUT)
+        if layout is not None and self._encoder.cache_name is not None:
+            kwargs[self._encoder.cache_name] = PassingCache(as_stored=layout == "stored")
         with mask_decisions_as_eager():
-            return _without_cache(self.eager(**kwargs))
+            return without_cache(self.eager(**kwargs))
 
-    def _prepare(
-        self, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> dict[str, object] | None:
-        """The call a graph serves; None where this call is not a plain encode."""
-        if len(args) > len(self._names):
-            return None
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        plain = {name: value for name, value in given.items() if value is not None}
-        ids, mask = plain.get("input_ids"), plain.get("attention_mask")
-        if not set(plain) <= _PLAIN or not isinstance(ids, Tensor) or ids.dim() != 2:
-            return None
-        if plain.get("use_cache") or not isinstance(mask, (Tensor, type(None))):
-            return None
-        made = dict(kwargs)
-        if "logits_to_keep" in self._names and plain.get("output_hidden_states"):
-            made["logits_to_keep"] = plain["logits_to_keep"] = 1
-        ready = {name: value for name, value in plain.items() if name != "attention_mask"}
-        if mask is not None and not self._add_masks(ready, mask):
-            return None
-        ready[_KV] = self._kv_layout(plain)
-        if self._cache_name is not None:
-            ready["use_cache"] = False
-        ready[_AS_MADE] = AsMade(args, made, ids)
-        return ready
+    def _measure(self, call: EncodeCall, result: object) -> None:
+        """Once per bucket: how far padding moves the hidden states."""
+        if call.bucket in self.deviations:
+            return
+        exact = _states(without_cache(self.eager(*call.args, **call.kwargs)))
+        padded = _states(result)
+        assert exact is not None and padded is not None
+        if call.mask is not None:  # what stands at padded positions means nothing
+            real = (call.mask != 0).unsqueeze(-1)
+            exact, padded = exact * real, padded * real
+        difference = (exact.float() - padded.float()).abs().max()
+        deviation = float(difference / exact.float().abs().max())  # sync: once per bucket
+        self.deviations[call.bucket] = deviation
+        log.info(
+            "%s: %d tokens padded to %d: hidden states deviate by at most %.1e of their largest",
+            self.stats.component, call.tokens, call.bucket, deviation,
+        )  # fmt: skip
 
-    def _add_masks(self, ready: dict[str, object], mask: Tensor) -> bool:
-        if mask.dim() != 2:
-            return False
-        if is_all_ones(mask):
-            return True
-        try:
-            ready["attention_mask"] = build_masks(self.module, mask, is_encoder=self._is_encoder)
-        except (ValueError, AttributeError, TypeError):
-            return False
-        return True
-
-    def _kv_layout(self, plain: dict[str, object]) -> str | None:
-        """How the unmodified encoder would lay out keys: "stored" where it fills a cache."""
-        if self._cache_name is None:
-            return None
-        default = getattr(self.module.config, "use_cache", None)
-        text = getattr(self.module.config, "text_config", None)
-        default = getattr(text, "use_cache", default) if text is not None else default
-        return "stored" if plain.get("use_cache", default) else "plain"
+    def report(self) -> dict[str, object]:
+        """As every runner's, with the deviation of each prompt bucket."""
+        measured = {str(bucket): value for bucket, value in self.deviations.items()}
+        return {**super().report(), "deviation": measured}
 
 
-def _without_cache(output: object) -> object:
-    """A model's output without its KV cache, which no pipeline reads."""
-    if not isinstance(output, ModelOutput) or not any(name in output for name in _CACHES):
-        return output
-    kept = {name: value for name, value in output.items() if name not in _CACHES}
-    return cast(object, type(output)(**kept))
+def _states(output: object) -> Tensor | None:
+    """The last hidden state an encoder returned: [B, T, D]."""
+    assert isinstance(output, ModelOutput)
+    states = output.get("hidden_states")
+    last = states[-1] if states else output.get("last_hidden_state")
+    return cast("Tensor | None", last)
+

@@ -19,7 +19,7 @@ from dit_graphs.ambient import foreign_mode
 from dit_graphs.config import GraphConfig
 from dit_graphs.errors import CaptureAborted, FallbackError, Reason
 from dit_graphs.llm import DecodeRunner, Prompt
-from dit_graphs.llm.model import KeyValueStore
+from dit_graphs.llm.prefill import PromptStore
 from dit_graphs.watch import BreakPolicy
 
 from .arguments import Asked, Refused, read, refused_before
@@ -27,6 +27,7 @@ from .caches import SlotView
 from .causal_lm import CausalLM, why_not
 from .encode import EncoderWatch, passing_through
 from .positions import decode_positions
+from .prefill import PrefillRunner, PromptPass
 
 __all__ = ["TextGenerator"]
 
@@ -52,6 +53,8 @@ class TextGenerator:
         self.runner = DecodeRunner(
             self.model, config, label=label, watch=EncoderWatch(module), policy=policy
         )
+        prefill = label.replace("decode", "prefill", 1)
+        self.prefill = PrefillRunner(self.model, config, self.runner.slots, prefill)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """What `generate` returns: from graphs, or transformers' own with a counted reason."""
@@ -137,10 +140,14 @@ class TextGenerator:
         if large is not None:
             raise Refused(*large)
 
-        def prefill(store: KeyValueStore) -> Tensor:
+        def prefill(store: PromptStore) -> Tensor:
             given = {**model_kwargs, self.model.cache_name: SlotView(store)}
-            outputs = cast(Any, self.module)._prefill(input_ids, generation_config, given)
-            return cast(Tensor, outputs.logits[:, -1].float())
+
+            def run() -> Tensor:
+                outputs = cast(Any, self.module)._prefill(input_ids, generation_config, given)
+                return cast(Tensor, outputs.logits[:, -1].float())
+
+            return self.prefill.read(PromptPass(input_ids, model_kwargs, store, run, asked.pad))
 
         tokens = self.runner.generate(
             prompt,
