@@ -21,12 +21,15 @@ Function = Callable[..., object]
 class CallIntercept:
     """What `Module.__call__` finds; passes every call to `serve`."""
 
-    keeps_eager = True  # the module below is not compiled by us
-
     def __init__(self, module: nn.Module, serve: Function, previous: Function | None) -> None:
         self.module = module
         self.serve = serve
         self.previous = previous
+
+    @property
+    def keeps_eager(self) -> bool:
+        """Whether what lies below is not compiled; asked where compiled modules are refused."""
+        return self.previous is None or getattr(self.previous, "keeps_eager", False)
 
     def __bool__(self) -> bool:
         return False
@@ -74,7 +77,7 @@ class MethodOverride:
         return _copied_method(memo.get(id(self.owner)), type(self.owner), self.name)
 
     def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
-        return _class_method, (type(self.owner), self.name)
+        return _copied_method, (self.owner, type(self.owner), self.name)
 
     def put(self) -> None:
         """The owner's attribute is this object."""
@@ -101,10 +104,6 @@ def _copied_method(owner: object, kind: type, name: str) -> object:
     return getattr(kind, name)
 
 
-def _class_method(kind: type, name: str) -> object:
-    return getattr(kind, name)
-
-
 def install(module: nn.Module, method: str, make: Callable[[Function], Function]) -> object:
     """Calls of `module` (or of its `method`) go to `make(original)`; returns the intercept.
 
@@ -114,7 +113,8 @@ def install(module: nn.Module, method: str, make: Callable[[Function], Function]
         previous = module.__dict__.get("_compiled_call_impl")
         original: Function = previous if previous is not None else module._call_impl
         intercept = CallIntercept(module, make(original), previous)
-        module._compiled_call_impl = intercept
+        # not setattr: torch.compile's OptimizedModule passes that on to the module inside it
+        module.__dict__["_compiled_call_impl"] = intercept
         return intercept
     if not callable(getattr(type(module), method, None)):
         raise ConfigError(f"{type(module).__name__} has no method {method!r}")
@@ -140,4 +140,4 @@ def remove(module: nn.Module, method: str) -> None:
         if found.previous is None:
             module.__dict__.pop("_compiled_call_impl", None)
         else:
-            module._compiled_call_impl = found.previous
+            module.__dict__["_compiled_call_impl"] = found.previous

@@ -42,7 +42,7 @@ def check_wrappable(module: object, method: str = "forward") -> nn.Module:
         raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
     name = type(module).__name__
     own = getattr(type(module), method, None)
-    if own is None or own is getattr(nn.Module, method, None):
+    if (own is None or own is getattr(nn.Module, method, None)) and method not in vars(module):
         raise ConfigError(f"{name} has no {method} of its own: pass a module that computes")
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     if torch.device("meta") in devices:
@@ -99,7 +99,7 @@ def wrap_with(
     module: nn.Module, config: GraphConfig, options: RunnerOptions, *, method: str = "forward"
 ) -> GraphRunner:
     """As `wrap`, with every option of the runner; returns the runner (an existing one too)."""
-    existing = runner_of(module, method)
+    existing = runner_of(module, method) if isinstance(module, nn.Module) else None
     if existing is not None:
         return existing
     check_wrappable(module, method)

@@ -16,7 +16,6 @@ from dit_graphs import FallbackError, Reason
 from dit_graphs.backends.base import Recording
 from dit_graphs.errors import GraphError
 
-
 RECORDED = Where("recorded", torch.device("cpu"))
 
 

@@ -1,0 +1,216 @@
+"""Bad input raises ConfigError that says what to do, and leaves everything untouched."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+
+import dit_graphs
+from dit_graphs import ConfigError, GraphConfig
+from dit_graphs.wrapping import runner_of
+
+_BAD_CONFIGS = [
+    ({"backend": "fast"}, "backend"),
+    ({"backend": None}, "backend"),
+    ({"backend": {"denoiser": "fast"}}, "fast"),
+    ({"backend": {"unet": "full"}}, "unet"),
+    ({"numerics": "approximate"}, "numerics"),
+    ({"capture": "always"}, "capture"),
+    ({"attention": "flash"}, "attention"),
+    ({"verify": "sometimes"}, "verify"),
+    ({"verify": 1}, "verify"),
+    ({"components": "denoiser"}, "components"),
+    ({"components": ("denoiser", "scheduler")}, "scheduler"),
+    ({"memory_budget": -1}, "memory_budget"),
+    ({"memory_budget": 1.5}, "memory_budget"),
+    ({"memory_budget": True}, "memory_budget"),
+    ({"memory_budget": {"denoiser": -5}}, "memory_budget"),
+    ({"memory_budget": {"unet": 5}}, "unet"),
+    ({"max_graphs": 0}, "max_graphs"),
+    ({"max_graphs": -3}, "max_graphs"),
+    ({"max_graphs": True}, "max_graphs"),
+    ({"max_graphs": "16"}, "max_graphs"),
+    ({"prompt_buckets": ()}, "prompt_buckets"),
+    ({"prompt_buckets": (64, 32)}, "prompt_buckets"),
+    ({"prompt_buckets": (32, 32)}, "prompt_buckets"),
+    ({"prompt_buckets": (0,)}, "prompt_buckets"),
+    ({"prompt_buckets": 64}, "prompt_buckets"),
+    ({"max_size": 32}, "max_size"),
+    ({"max_size": {"decode": 0}}, "max_size"),
+    ({"max_size": {"draft": 3}}, "draft"),
+    ({"strict": "yes"}, "strict"),
+    ({"strict": 1}, "strict"),
+    ({"manifest": 7}, "manifest"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), _BAD_CONFIGS, ids=str)
+def test_a_wrong_value_is_refused_by_name(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        GraphConfig(**fields)
+    module = nn.Linear(4, 4)
+    before = dict(vars(module))
+    with pytest.raises(ConfigError, match=named):
+        dit_graphs.wrap(module, **fields)
+    assert vars(module) == before
+
+
+def test_an_unknown_field_is_refused_with_the_list_of_known_ones() -> None:
+    with pytest.raises(ConfigError, match="max_graph.*max_graphs"):
+        GraphConfig().with_overrides(max_graph=3)
+    with pytest.raises(ConfigError, match="has no field"):
+        dit_graphs.wrap(nn.Linear(4, 4), backends="full")
+    with pytest.raises(TypeError):
+        GraphConfig(max_graph=3)  # type: ignore[call-arg]
+
+
+def test_config_errors_are_value_errors() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, dit_graphs.GraphError)
+
+
+def test_a_config_is_frozen_and_hashable_by_value() -> None:
+    config = GraphConfig(max_graphs=3)
+    with pytest.raises(AttributeError):
+        config.max_graphs = 4  # type: ignore[misc]
+    assert config == GraphConfig().with_overrides(max_graphs=3)
+    assert config.with_overrides(max_graphs=4) != config
+
+
+def test_one_spelling_per_component() -> None:
+    config = GraphConfig(
+        backend={"denoiser": "full", "decode": "breakable"}, memory_budget={"vae": 1 << 20}
+    )
+    assert [config.backend_for(path) for path in ("denoiser", "decode", "vae")] == [
+        "full",
+        "breakable",
+        "auto",
+    ]
+    assert config.budget_for("vae") == 1 << 20
+    assert config.budget_for("denoiser") == "auto"
+
+
+def test_a_wrong_environment_override_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIT_GRAPHS_BACKEND", "fast")
+    with pytest.raises(ConfigError, match="DIT_GRAPHS_BACKEND"):
+        dit_graphs.wrap(nn.Linear(4, 4))
+
+
+class NoForward(nn.Module):
+    pass
+
+
+class Computes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+_BAD_MODULES = {
+    "not a module": (lambda: object(), "torch.nn.Module"),
+    "a function": (lambda: len, "torch.nn.Module"),
+    "without forward": (lambda: NoForward(), "no forward"),
+    "a list of modules": (lambda: nn.ModuleList([Computes()]), "no forward"),
+    "on the meta device": (lambda: nn.Linear(4, 4, device="meta"), "meta device"),
+    "partly on the meta device": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")),
+        "meta device",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _BAD_MODULES)
+def test_a_module_that_cannot_be_wrapped_is_refused(kind: str) -> None:
+    make, text = _BAD_MODULES[kind]
+    module = make()
+    before = dict(getattr(module, "__dict__", {}))
+    with pytest.raises(ConfigError, match=text):
+        dit_graphs.wrap(module, backend="recorded")
+    assert dict(getattr(module, "__dict__", {})) == before
+
+
+def test_a_missing_method_is_refused() -> None:
+    module = Computes()
+    with pytest.raises(ConfigError, match="decode"):
+        dit_graphs.wrap(module, method="decode", backend="recorded")
+    assert "decode" not in vars(module)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("how", ["in place", "as a wrapper", "a block of it"])
+def test_a_module_with_graphs_of_its_own_is_refused(mode: str, how: str) -> None:
+    module: nn.Module = nn.Sequential(Computes(), Computes())
+    if how == "in place":
+        module.compile(mode=mode)
+    elif how == "as a wrapper":
+        module = torch.compile(module, mode=mode)
+    else:
+        module[0].compile(mode=mode)
+    with pytest.raises(ConfigError, match="CUDA graphs of its own"):
+        dit_graphs.wrap(module, backend="recorded")
+    assert runner_of(module) is None
+
+
+def test_a_compiled_module_without_graphs_is_wrapped_and_left_as_compiled() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Computes())
+    module.compile(backend="eager")
+    dit_graphs.wrap(module, backend="recorded")
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        assert torch.equal(module(x), module[0](x))
+    fallbacks = dit_graphs.stats(module)["components"]["denoiser"]["fallbacks"]
+    assert fallbacks == {"compiled": 1}
+
+
+def test_a_pipeline_on_the_meta_device_is_refused_untouched() -> None:
+    pipe = tiny.build("flux")
+    own, transformer = dict(vars(pipe)), dict(vars(pipe.transformer))
+    pipe.vae.to("meta")
+    with pytest.raises(ConfigError, match="meta device"):
+        dit_graphs.accelerate(pipe, backend="recorded")
+    assert vars(pipe) == own
+    assert vars(pipe.transformer) == transformer, "the denoiser had come first"
+
+
+@pytest.mark.parametrize("target", [object(), 3, "pipe", []], ids=str)
+def test_something_that_is_no_pipeline_is_refused(target: object) -> None:
+    with pytest.raises(ConfigError, match="expected a diffusers pipeline"):
+        dit_graphs.accelerate(target)
+
+
+def test_components_without_anything_to_wrap_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no denoiser"):
+        dit_graphs.accelerate({"scheduler": object()})
+
+
+@pytest.mark.parametrize("name", ["stats", "explain", "disabled", "warmup"])
+def test_asking_before_accelerating_is_refused(name: str) -> None:
+    ask = getattr(dit_graphs, name)
+    args = ([],) if name == "warmup" else ()
+    with pytest.raises(ConfigError, match="accelerate"):
+        found = ask(nn.Linear(4, 4), *args)
+        if name == "disabled":
+            found.__enter__()
+
+
+def test_restore_of_what_was_never_accelerated_does_nothing() -> None:
+    pipe = tiny.build("flux")
+    before = dict(vars(pipe))
+    assert dit_graphs.restore(pipe) is pipe
+    assert vars(pipe) == before
+
+
+@pytest.mark.gpu
+def test_weights_over_two_devices_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4).cuda(), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="one device"):
+        dit_graphs.wrap(module)
+
+
+@pytest.mark.parametrize("kind", [3, "Linear", None])
+def test_register_leaf_wants_a_type_and_a_function(kind: object) -> None:
+    with pytest.raises(TypeError, match="type"):
+        dit_graphs.register_leaf(kind, key=repr)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="function"):
+        dit_graphs.register_leaf(int, key="repr")  # type: ignore[arg-type]
