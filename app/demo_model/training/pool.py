@@ -14,6 +14,7 @@ import random
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
@@ -23,12 +24,12 @@ from dit_graphs.app.demo_model.training.captions import (
     long_caption,
     short_caption,
 )
-from dit_graphs.app.demo_model.training.concepts import load_concepts
+from dit_graphs.app.demo_model.training.concepts import Concept, load_concepts
 from dit_graphs.app.demo_model.training.export import TOKENIZER
 
 VARIANTS = 3
 SHORT = 32
-LONG = 48
+LONG = 56  # the longest caption that `long_caption` can write has 51 tokens
 PAD, END, USER, ASSISTANT = 0, 1, 2, 3
 
 
@@ -82,8 +83,29 @@ def rows(tokens: list[list[int]], width: int) -> tuple[torch.Tensor, torch.Tenso
     return padded, torch.tensor([len(ids) for ids in tokens])
 
 
-def chunk(job: tuple[int, int]) -> tuple[Spec, Captions]:
-    """Returns `num` samples; the same for the same (seed, num)."""
+def short_rows(
+    row: tuple[int, int, int, int],
+    num: int,
+    concepts: tuple[Concept, ...],
+    rng: random.Random,
+    encoder: Encoder,
+) -> list[list[int]]:
+    """Returns `num` prompts of the row in their template, drawn again where one has more than SHORT tokens.
+
+    The pipeline would pad a longer one to 64 tokens, which batches of short prompts do not hold.
+    """
+    found: list[list[int]] = []
+    while len(found) < num:
+        texts = [short_caption(row, concepts, rng) for _ in range(num - len(found))]
+        found += [ids for ids in encoder.tokens(texts) if len(ids) + 2 <= SHORT]
+    return [[USER, *ids, ASSISTANT] for ids in found]
+
+
+def chunk(job: tuple[int, int]) -> list[np.ndarray]:
+    """Returns `num` samples, spec first, as arrays; the same for the same (seed, num).
+
+    Arrays, not tensors: those would travel between processes as one open file each.
+    """
     seed, num = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -91,14 +113,18 @@ def chunk(job: tuple[int, int]) -> tuple[Spec, Captions]:
     spec = SpecSampler(len(concepts), torch.device("cpu")).sample(num)
     short, long = [], []
     for row in zip(*(t.tolist() for t in spec.tensors()[:4]), strict=True):
-        short += [short_caption(row, concepts, rng) for _ in range(VARIANTS)]
+        short += short_rows(row, VARIANTS, concepts, rng, encoder)
         long.append(long_caption(row, concepts, rng))
-    ids, lengths = encoder.prompts(short)
+    ids, lengths = rows(short, SHORT)
     long_ids, long_lengths = rows([[*t, END] for t in encoder.tokens(long)], LONG)
-    return spec, Captions(
-        ids.view(num, VARIANTS, SHORT).short(), lengths.view(num, VARIANTS).byte(),
-        long_ids.short(), long_lengths.byte(),
-    )  # fmt: skip
+    tensors = (
+        torch.stack(spec.tensors(), 1),
+        ids.view(num, VARIANTS, SHORT).short(),
+        lengths.view(num, VARIANTS).byte(),
+        long_ids.short(),
+        long_lengths.byte(),
+    )
+    return [t.numpy() for t in tensors]
 
 
 def write(file: Path, num: int, processes: int, seed: int = 1) -> None:
@@ -110,17 +136,15 @@ def write(file: Path, num: int, processes: int, seed: int = 1) -> None:
             parts = workers.map(chunk, jobs, chunksize=1)
     else:
         parts = [chunk(job) for job in jobs]
-    spec = torch.stack([torch.cat(t) for t in zip(*(p[0].tensors() for p in parts), strict=True)])
-    captions = [torch.cat([getattr(p[1], f.name) for p in parts]) for f in fields(Captions)]
     part = file.with_suffix(".part")
-    torch.save([spec, *captions], part)
+    torch.save([torch.from_numpy(np.concatenate(p)) for p in zip(*parts, strict=True)], part)
     part.rename(file)
 
 
 def load(file: Path, device: torch.device) -> tuple[Spec, Captions]:
     """Returns the pool of `write` on a device."""
     spec, *captions = torch.load(file, map_location=device, weights_only=True)
-    return Spec(*spec), Captions(*captions)
+    return Spec(*spec.T.contiguous()), Captions(*captions)
 
 
 def main() -> None:

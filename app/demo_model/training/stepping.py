@@ -16,7 +16,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-
 Built = TypeVar("Built")
 
 
@@ -134,6 +133,14 @@ def first_that_works(
                 error=repr(error)[:400],
             )
     raise AssertionError("the last choice returns or raises")
+
+
+def set_up_backends() -> None:
+    """Lets float32 products use TF32 and keeps attention to kernels that need no plan per shape."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def wait(device: torch.device) -> None:

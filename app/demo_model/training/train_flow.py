@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from dit_graphs.app.demo_model.training.models import (
 )  # fmt: skip
 from dit_graphs.app.demo_model.training.pool import ASSISTANT, LONG, SHORT, USER, VARIANTS, Captions
 from dit_graphs.app.demo_model.training.stepping import (
-    Average, Log, Step, build_optimizer, first_that_works, rate_at, set_rate, wait,
+    Average, Log, Step, build_optimizer, first_that_works, rate_at, set_rate, set_up_backends, wait,
 )  # fmt: skip
 from dit_graphs.app.demo_model.training.tokenizer import VOCABULARY
 from dit_graphs.app.demo_model.training.train_vae import encode, to_latents
@@ -214,6 +215,8 @@ def _loop(
             flow, text, count = total.tolist()
             spent = (time.monotonic() - logged) * 1000 / since
             log("flow", step=num, flow=flow / max(count, 1), text=text / max(count, 1), ms=spent)
+            if not math.isfinite(flow + text):
+                raise FloatingPointError(f"the loss is not finite at step {num}")
             total.zero_()
             since, logged = 0, time.monotonic()
         if time.monotonic() - saved > every:
@@ -226,7 +229,10 @@ def _loop(
 
 
 def save_flow(networks: Networks, file: Path) -> None:
-    """Writes both networks as fp16; the output head is tied to the embedding and left out."""
+    """Writes both networks as fp16; the output head is tied to the embedding and left out.
+
+    Weights that are not finite raise FloatingPointError and leave an older file as it is.
+    """
     tensors = {}
     for prefix, model in (
         ("transformer", networks.transformer),
@@ -235,6 +241,8 @@ def save_flow(networks: Networks, file: Path) -> None:
         for name, value in model.state_dict().items():
             if name != "lm_head.weight":
                 tensors[f"{prefix}.{name}"] = value.detach().half().cpu().contiguous()
+    if not all(value.isfinite().all() for value in tensors.values()):
+        raise FloatingPointError("a weight is not finite in fp16")
     part = file.with_suffix(".part")
     save_file(tensors, part)
     part.rename(file)
@@ -267,7 +275,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.allow_tf32 = True  # as in the run: it is part of the cache's key
+    set_up_backends()  # as in the run: it is part of the cache's key
     compile_ahead(TINY if args.tiny else Sizes(), args.batch, device, device.type == "cuda")
     print("compiled ahead", flush=True)
 

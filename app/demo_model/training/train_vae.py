@@ -158,7 +158,9 @@ def save_vae(vae: AutoencoderKL, file: Path) -> None:
     tensors = {k: v.detach().half().cpu().contiguous() for k, v in vae.state_dict().items()}
     tensors["scaling_factor"] = torch.tensor(vae.config.scaling_factor)
     tensors["shift_factor"] = torch.tensor(vae.config.shift_factor)
-    save_file(tensors, file)
+    part = file.with_suffix(".part")
+    save_file(tensors, part)
+    part.rename(file)
 
 
 def to_latents(vae: AutoencoderKL, raw: torch.Tensor) -> torch.Tensor:
