@@ -4,6 +4,7 @@ Owns the reading of fenced blocks; knows nothing of what the commands do.
 
     python .ci/readme.py install          every `pip install -e …` line of the bash blocks
     python .ci/readme.py pytest           every pytest line that needs no GPU and no browser
+    python .ci/readme.py generate         every `dit-graphs generate …` line
     python .ci/readme.py snippets FOLDER  writes the python blocks into FOLDER, one file each
 
 A python block with `<!-- ci: skip, REASON -->` on the line before its fence is not written; the
@@ -24,11 +25,13 @@ ELSEWHERE = re.compile(r"\b(multi)?gpu\b|\bbrowser\b")
 
 
 def _lines(start: str) -> list[str]:
+    """The commands of the bash blocks that begin with `start`; `a && b` is two commands."""
     bodies = (block["body"] for block in BLOCK.finditer(README.read_text()))
     commands = (
-        line.strip().removeprefix("$ ").split("  #")[0].rstrip()
+        command.strip()
         for body in bodies
         for line in body.splitlines()
+        for command in line.removeprefix("$ ").split("  #")[0].split(" && ")
     )
     return [command for command in dict.fromkeys(commands) if re.match(start, command)]
 
@@ -55,6 +58,8 @@ def main(arguments: list[str]) -> int:
             found = _lines(r"pip install -e ")
         case ["pytest"]:
             found = [c for c in _lines(r"(python -m )?pytest\b") if not ELSEWHERE.search(c)]
+        case ["generate"]:
+            found = _lines(r"dit-graphs generate ")
         case ["snippets", folder]:
             found = _write_snippets(Path(folder))
         case _:

@@ -306,6 +306,8 @@ def main(arguments: list[str]) -> int:
         with protocol.GpuClock.maybe(given.device) as clock:
             rows = [measure(name, module, size, options) for size in _sizes(given, name)]
         del module
+        if given.device == "cuda":
+            torch.cuda.empty_cache()  # the next model starts from an empty device
         all_rows += rows
         print(table(rows), flush=True)
         if given.output:

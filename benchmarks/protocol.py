@@ -126,25 +126,32 @@ class GpuClock:
     """Samples SM clock, temperature and power while a block runs (nvidia-smi queries only)."""
 
     def __init__(self, device: int = 0, interval_ms: int = 200) -> None:
-        self._command = [
+        self._query = [
             "nvidia-smi",
             f"--id={device}",
             f"--query-gpu={_QUERY}",
             "--format=csv,noheader,nounits",
-            f"--loop-ms={interval_ms}",
         ]
+        self._interval_ms = interval_ms
         self._process: subprocess.Popen[str] | None = None
         self.samples: list[list[float]] = []
 
     def __enter__(self) -> GpuClock:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        self.samples = self._once()
+        command = [*self._query, f"--loop-ms={self._interval_ms}"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         return self
 
     def __exit__(self, *exception: object) -> None:
         assert self._process is not None
         self._process.terminate()
         output, _ = self._process.communicate()
-        self.samples = parse_gpu_samples(output)
+        # One query at each end, in case the looping process dies with its lines unwritten.
+        self.samples = [*self.samples, *parse_gpu_samples(output), *self._once()]
+
+    def _once(self) -> list[list[float]]:
+        done = subprocess.run(self._query, capture_output=True, text=True, check=False)
+        return parse_gpu_samples(done.stdout)
 
     @classmethod
     def maybe(cls, device_type: str) -> GpuClock | NoClock:
