@@ -13,20 +13,31 @@ from typing import Annotated
 
 import typer
 
+from dit_graphs.errors import GraphError
 from dit_graphs.pipelines.generate import InputError
 
-from . import batch, doctor, generate, inspection
+from . import batch, demo, doctor, generate, inspection
+from .codes import BAD_INPUT, FAILED, INTERRUPTED
 from .flags import command, option_name
 
 __all__ = ["build_app", "main"]
 
-FAILED = 1
-BAD_INPUT = 2
-INTERRUPTED = 130
-COMMANDS = {"generate": generate, "batch": batch, "inspect": inspection, "doctor": doctor}
+COMMANDS = {
+    "generate": generate,
+    "batch": batch,
+    "inspect": inspection,
+    "doctor": doctor,
+    "demo": demo,
+}
 # What every usage error of the command-line library derives from, whichever it is built on.
 _UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
-_ARGUMENTS = {"prompt": "PROMPT", "file": "FILE.jsonl", "request": "the request", "line": "line"}
+_ARGUMENTS = {
+    "prompt": "PROMPT",
+    "file": "FILE.jsonl",
+    "request": "the request",
+    "line": "line",
+    "demo": "demo",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,14 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":
+    except GraphError as error:
+        return _fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
             raise
-        print(f"dit-graphs: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
-        return FAILED
+        return _fail(f"out of memory: {error}")
     except BrokenPipeError:
         sys.stdout = None  # the reader has gone: nothing more can be said
-        return 1
+        return FAILED
 
 
 def build_app() -> typer.Typer:
@@ -81,6 +93,17 @@ def _version(wanted: bool) -> None:
 
 def _named(option: str) -> str:
     return ", ".join(_ARGUMENTS.get(name) or option_name(name) for name in option.split(", "))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of the device, which has an error of its own, or of the host."""
+    name = type(error).__name__
+    return name in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
+
+
+def _fail(sentence: str) -> int:
+    print(f"dit-graphs: {' '.join(sentence.split())}", file=sys.stderr)
+    return FAILED
 
 
 def _refuse(sentence: str) -> int:

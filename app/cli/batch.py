@@ -16,6 +16,7 @@ import typer
 
 from dit_graphs.pipelines.generate import GenerateRequest, InputError
 
+from .codes import FAILED
 from .flags import Flag, Given, graph_flags, model_flags, request_flags
 from .generate import OUTPUT
 
@@ -91,7 +92,7 @@ def run(given: Given) -> int:
         f"{len(report.items)} made, {report.num_skipped} already there, "
         f"{len(report.failures)} failed" + (f" (line {failed})" if failed else "")
     )
-    return 1 if report.failures else 0
+    return FAILED if report.failures else 0
 
 
 def _text(path: Path) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from .codes import FAILED
 from .flags import Flag, Given
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def run(given: Given) -> int:
     results = {backend: _check(device, backend, _attention()) for backend in backends}
     results["rng"] = _check(device, backends[0], _noise())
     print(", ".join(f"{name} {problem or 'ok'}" for name, problem in results.items()))
-    return 1 if any(results.values()) else 0
+    return FAILED if any(results.values()) else 0
 
 
 def _machine() -> Iterator[str]:

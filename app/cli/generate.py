@@ -16,6 +16,7 @@ import typer
 
 from dit_graphs.pipelines.generate import GenerateRequest, InputError, Json
 
+from .codes import FAILED
 from .flags import Flag, Given, graph_flags, model_flags, request_flags
 
 __all__ = ["ARGUMENTS", "OUTPUT", "flags", "run"]
@@ -120,7 +121,7 @@ def _again(given: Given, source: Path) -> int:
     lines = [line for line in changes(record, new) if not line.startswith("pixels_sha256")]
     for line in lines or ["nothing that was recorded has changed"]:
         print(f"  {line}")
-    return 0 if own or same_pixels else 1
+    return 0 if own or same_pixels else FAILED
 
 
 def _check_inputs(record: dict[str, Json], own: list[str]) -> None:

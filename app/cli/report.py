@@ -16,9 +16,9 @@ import typer
 
 from dit_graphs.pipelines.generate import GenerateRequest, Item
 
-__all__ = ["INTERRUPTED", "announce", "listing_finished", "warn"]
+from .codes import INTERRUPTED
 
-INTERRUPTED = 130
+__all__ = ["announce", "listing_finished", "warn"]
 
 
 def warn(text: str) -> None:

@@ -118,7 +118,10 @@ def _read_line(line: str, defaults: GenerateRequest) -> Line:
     if not isinstance(values, dict):
         return InputError("line", f"expected a JSON object, got {line.strip()[:60]!r}")
     try:
-        return GenerateRequest.from_mapping(values).with_defaults(defaults.to_mapping())
+        given = defaults.to_mapping()
+        if isinstance(values.get("set"), dict):
+            values["set"] = {**defaults.set, **values["set"]}
+        return GenerateRequest.from_mapping({**given, **values})
     except InputError as error:
         return error
 

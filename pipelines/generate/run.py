@@ -20,6 +20,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from dit_graphs import GraphConfig
+from dit_graphs.pipelines.accelerate import acceleration_of
 
 from .arguments import call_arguments
 from .errors import InputError
@@ -83,7 +84,8 @@ def generate(
 
     `request` is a prompt or a whole `GenerateRequest`; `fields` are its other fields
     (`height=512, seed=7, num_images=4`). Without a seed a random one is drawn; it is in
-    `Item.seed`. `graphs` is noted in the record. Raises `InputError` before anything is drawn.
+    `Item.seed`. `graphs` is noted in the record; left out, it is what `pipe` was accelerated with.
+    Raises `InputError` before anything is drawn.
     """
     if isinstance(request, str):
         request = GenerateRequest.from_mapping({"prompt": request, **fields})
@@ -91,6 +93,11 @@ def generate(
         request = GenerateRequest.from_mapping({**request.to_mapping(), **fields})
     naming = None if output is None else Naming(folder=Path(output))
     return list(generate_items(as_loaded(pipe), request, naming=naming, graphs=graphs))
+
+
+def _graphs_of(pipe: DiffusionPipeline) -> GraphConfig | None:
+    acceleration = acceleration_of(pipe)
+    return None if acceleration is None else acceleration.config
 
 
 def generate_items(
@@ -107,6 +114,7 @@ def generate_items(
     `name` stands for the model in records; items whose index is in `skip` are not made.
     """
     request = complete(loaded, request)
+    graphs = graphs or _graphs_of(loaded.pipe)
     inputs = open_images(request)
     call_arguments(loaded.pipe, request, inputs)
     _check_can_save(loaded.pipe, request)

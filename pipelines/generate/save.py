@@ -26,17 +26,19 @@ _MAX_TRIES = 100_000
 
 
 def check_output(folder: Path) -> None:
-    """`folder` exists or can be made; a file, or a name like one, raises `InputError`."""
+    """Files can be put into `folder`, which is made with the first of them.
+
+    A file, a name like a file's, or a place that cannot be written to raises `InputError`.
+    """
     if folder.exists() and not folder.is_dir():
         raise InputError("output", f"expected a folder, and {str(folder)!r} is a file")
     if not folder.exists() and folder.suffix.lower() in _MEDIA_SUFFIXES:
         raise InputError("output", f"expected a folder, not a file name: {str(folder)!r}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError("output", f"{str(folder)!r} cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise InputError("output", f"{str(folder)!r} cannot be written to")
+    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not place.is_dir():
+        raise InputError("output", f"expected a folder, and {str(place)!r} is a file")
+    if not os.access(place, os.W_OK):
+        raise InputError("output", f"{str(place)!r} cannot be written to")
 
 
 def slug(text: str | None) -> str:
@@ -60,6 +62,7 @@ def save_media(
     The sidecar is written last and names the files with their hashes: a file with a sidecar is
     complete. An error or an interrupt leaves nothing behind.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     mark = secrets.token_hex(4)
     temporary = [folder / f".{stem}.{mark}{m.label}{m.suffix}" for m in media]
     note = folder / f".{stem}.{mark}.json"

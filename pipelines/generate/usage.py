@@ -20,6 +20,8 @@ from .request import Json
 
 __all__ = ["GraphUse", "counts"]
 
+# Reasons that mean: nothing was recorded at all.
+_NOT_RECORDED = {"no_cuda", "disabled", "kill_switch"}
 _Counts = dict[str, Counter[str]]
 
 
@@ -59,7 +61,7 @@ class GraphUse:
     def line(self, device: torch.device) -> str:
         """`cuda graph: 16/18 (2 eager: warming_up)`, or what the CPU recorder did instead."""
         calls = self.replays + self.eager_calls
-        if device.type != "cuda" and self.replays:
+        if device.type != "cuda" and not _NOT_RECORDED & set(self.reasons):
             return (
                 f"{self.replays} of {calls} calls replayed by the CPU recorder: "
                 "no CUDA graphs, no speed-up"

@@ -88,8 +88,12 @@ def test_docs_have_one_row_per_flag_with_its_help_and_no_other() -> None:
         cell = r" / ".join(rf"`{re.escape(word)}(?: [^`]*)?`" for word in _words(flag))
         rows = re.findall(rf"^\| {cell} \| (.*) \|$", DOCS, re.MULTILINE)
         assert rows == [flag.help], flag.name
+    for module in COMMANDS.values():
+        for flag in module.flags():
+            assert re.search(rf"`{re.escape(_words(flag)[0])}[ `]", DOCS), flag.name
     known = {word for flag in ALL for word in _words(flag)}
-    known |= {option_name(flag.name) for module in COMMANDS.values() for flag in module.flags()}
+    every = [flag for module in COMMANDS.values() for flag in module.flags()]
+    known |= {word for flag in every for word in _words(flag)}
     known |= {"--help", "--max"}  # --max is the example of an error
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", DOCS)) <= known
 

@@ -15,8 +15,10 @@ import tiny
 import torch
 from PIL import Image
 
+import dit_graphs
 from dit_graphs.pipelines.generate import (
     GenerateRequest,
+    GraphUse,
     InputError,
     changes,
     generate,
@@ -131,7 +133,7 @@ def test_a_size_the_pipeline_refuses_is_an_input_error_and_nothing_is_written(
     pipe: diffusers.ZImagePipeline, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=r"^height: ZImagePipeline refuses it: .*divisible by"):
-        generate(pipe, "a", height=33, width=32, num_inference_steps=1, output=tmp_path)
+        generate(pipe, "a", height=33, width=32, num_inference_steps=1, output=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -203,6 +205,58 @@ def test_changes_name_the_library_and_both_versions(pipe: diffusers.ZImagePipeli
         f"environment.threads: none → {threads}",
         f"environment.versions.torch: 2.0.0 → {torch.__version__.partition('+')[0]}",
     ] or changes(old, item.record)[1].startswith("environment.versions.torch: 2.0.0 → ")
+
+
+def test_a_line_overrides_the_defaults_and_drops_none_of_them() -> None:
+    defaults = GenerateRequest(num_images=4, height=64, set={"a": 1, "b": 1})
+    (line,) = read_lines(['{"prompt": "x", "num_images": 1, "set": {"b": 2}}'], defaults).values()
+    assert isinstance(line, GenerateRequest)
+    assert (line.num_images, line.height, line.set) == (1, 64, {"a": 1, "b": 2})
+
+
+def test_graph_use_is_told_and_the_pixels_do_not_change(pipe: diffusers.ZImagePipeline) -> None:
+    (plain,) = generate(pipe, "a", seed=7, **SMALL)
+    assert plain.record["graphs"] is None and plain.graph_use.replays == 0
+    config = dit_graphs.GraphConfig(backend="recorded", components=("denoiser",))
+    dit_graphs.accelerate(pipe, config)
+    try:
+        items = generate(pipe, "a", seed=7, num_images=3, **SMALL)
+    finally:
+        dit_graphs.restore(pipe)
+    assert items[0].media[0].sha256 == plain.media[0].sha256
+    assert items[0].record["graphs"] == {"backend": "recorded", "components": ["denoiser"]}
+    uses = [item.graph_use for item in items]
+    assert [use.replays + use.eager_calls for use in uses] == [2, 2, 2]
+    assert uses[-1].replays == 2
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert uses[-1].line(cpu) == (
+        "2 of 2 calls replayed by the CPU recorder: no CUDA graphs, no speed-up"
+    )
+    assert uses[-1].line(gpu) == "cuda graph: 2/2"
+    assert uses[0].line(gpu) == "cuda graph: 0/2 (2 eager: warming_up)"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "line"),
+    [
+        ({"no_cuda": 8}, "cuda graph: 0/8 (8 eager: no_cuda)"),
+        ({"kill_switch": 8}, "cuda graph: 0/8 (8 eager: kill_switch)"),
+        (
+            {"warming_up": 8},
+            "0 of 8 calls replayed by the CPU recorder: no CUDA graphs, no speed-up",
+        ),
+    ],
+)
+def test_the_line_of_a_run_without_replays(reasons: dict[str, int], line: str) -> None:
+    use = GraphUse(replays=0, eager_calls=8, reasons=reasons)
+    assert use.line(torch.device("cpu")) == line
+
+
+def test_mixed_reasons_are_counted_apart() -> None:
+    use = GraphUse(replays=15, eager_calls=3, reasons={"warming_up": 2, "host_read": 1})
+    assert use.line(torch.device("cuda")) == (
+        "cuda graph: 15/18 (3 eager: 2 warming_up, 1 host_read)"
+    )
 
 
 def test_a_batch_goes_on_after_a_failure_and_resumes(

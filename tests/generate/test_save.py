@@ -163,6 +163,13 @@ def test_an_output_that_looks_like_a_file_is_refused(tmp_path: Path, name: str) 
     assert not (tmp_path / name).exists()
 
 
+def test_a_folder_is_made_with_its_first_file(tmp_path: Path) -> None:
+    check_output(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (picture,), _ = _save(tmp_path / "a" / "b", _picture())
+    assert picture.exists()
+
+
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
