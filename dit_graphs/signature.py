@@ -125,6 +125,8 @@ class Signature:
             lines.append(f"settings: {self.ambient} → {other.ambient}")
         if self.extra != other.extra:
             lines.append("module state (adapters, scales, processors or flags) differs")
+        if not lines and self != other:
+            lines.append("containers or None arguments differ")
         return lines
 
     def _leaves(self) -> dict[str, str]:

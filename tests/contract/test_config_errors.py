@@ -58,7 +58,7 @@ def test_a_wrong_value_is_refused_by_name(fields: dict[str, object], named: str)
 
 
 def test_an_unknown_field_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(ConfigError, match="max_graph.*max_graphs"):
+    with pytest.raises(ConfigError, match=r"max_graph.*max_graphs"):
         GraphConfig().with_overrides(max_graph=3)
     with pytest.raises(ConfigError, match="has no field"):
         dit_graphs.wrap(nn.Linear(4, 4), backends="full")

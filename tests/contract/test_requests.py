@@ -31,11 +31,12 @@ def test_the_module_is_swept_once_per_request(
 ) -> None:
     sweeps = []
     refresh = ModuleWatch.refresh
-    monkeypatch.setattr(
-        ModuleWatch,
-        "refresh",
-        lambda self, number: (sweeps.append(number), refresh(self, number))[1],
-    )
+
+    def counted(self: ModuleWatch, number: int | None) -> object:
+        sweeps.append(number)
+        return refresh(self, number)
+
+    monkeypatch.setattr(ModuleWatch, "refresh", counted)
     twin = Twin(Scaled(), where)
     for _ in range(3):
         with dit_graphs.request(total_steps=6) as request:
