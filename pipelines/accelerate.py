@@ -18,10 +18,11 @@ from dit_graphs.counters import log
 from dit_graphs.errors import ConfigError, Reason
 from dit_graphs.intercept import MethodOverride, find_intercept
 from dit_graphs.request import begin_request, end_request
-from dit_graphs.runner import GraphRunner, RunnerOptions
-from dit_graphs.wrapping import break_policy, check_wrappable, runner_of, unwrap, wrap_with
+from dit_graphs.runner import RunnerOptions
+from dit_graphs.wrapping import break_policy, check_wrappable, runner_of
 
 from .components import Component, components_of, describe_denoiser, parts_of, state_guard
+from .installed import InstalledRunner, runners_behind, take_off, wrap_part
 
 __all__ = [
     "Acceleration",
@@ -99,10 +100,12 @@ class Acceleration:
         return _no_acceleration, ()
 
     @property
-    def runners(self) -> dict[str, GraphRunner]:
-        """The runner behind each label, as far as it is still installed."""
-        found = {label: runner_of(part.module, part.method) for label, part in self.parts.items()}
-        return {label: runner for label, runner in found.items() if runner is not None}
+    def runners(self) -> dict[str, InstalledRunner]:
+        """The runners by label, as far as they are still installed."""
+        found: dict[str, InstalledRunner] = {}
+        for part in self.parts.values():
+            found.update(runners_behind(part))
+        return found
 
     def install(self) -> None:
         """Wraps every wanted part. Raises `ConfigError` before anything was touched."""
@@ -110,7 +113,7 @@ class Acceleration:
         if not any(part.role == "denoiser" for part in wanted) and not wanted:
             raise ConfigError(f"{type(self.target).__name__} has no denoiser or VAE to wrap")
         for part in wanted:
-            if not _is_hooked_for_offload(part.module):
+            if part.role != "text_encoder" and not _is_hooked_for_offload(part.module):
                 check_wrappable(part.module, part.method)
         self._wrap_parts(wanted)
         if self.runners and all(r.backend == "none" for r in self.runners.values()):
@@ -120,7 +123,7 @@ class Acceleration:
 
     def _wrap_parts(self, wanted: list[Component]) -> None:
         for part in wanted:
-            if part.label in self.parts and runner_of(part.module, part.method) is not None:
+            if part.label in self.parts and runners_behind(part):
                 continue
             options = RunnerOptions(
                 component=part.role,
@@ -131,16 +134,23 @@ class Acceleration:
                 describe=describe_denoiser if part.role == "denoiser" else None,
             )
             try:
-                runner = wrap_with(part.module, self.config, options, method=part.method)
+                made = wrap_part(part, self.config, options)
             except ConfigError as error:
-                if not _is_hooked_for_offload(part.module):
-                    raise
-                self.refused[part.label] = f"{Reason.OFFLOAD}: {error}"
-                log.warning("%s: eager (%s)", part.label, Reason.OFFLOAD)
+                self._refuse(part, error)
                 continue
             self.parts[part.label] = part
             self._watch_mutators(part.module, _MODULE_MUTATORS)
-            log.info("%s: %s", part.label, _choice(self.config, part, runner))
+            for label, runner in made.items():
+                log.info("%s: %s", label, _choice(self.config, part, runner))
+
+    def _refuse(self, part: Component, error: ConfigError) -> None:
+        """The part stays eager where that is no user's mistake; otherwise raises `error`."""
+        offloaded = _is_hooked_for_offload(part.module)
+        if not offloaded and part.role != "text_encoder":
+            raise error
+        reason = Reason.OFFLOAD if offloaded else Reason.UNSUPPORTED_MODEL
+        self.refused[part.label] = f"{reason}: {error}"
+        log.warning("%s: eager (%s)", part.label, reason)
 
     def _override_pipeline(self) -> None:
         self._override(self.target, "progress_bar", self._on_progress_bar)
@@ -212,7 +222,7 @@ class Acceleration:
                 continue
             known = self.parts.get(part.label)
             if known is not None and known.module is not part.module:
-                unwrap(known.module, method=known.method)
+                take_off(known)
                 del self.parts[part.label]
             if find_intercept(part.module, part.method) is None and part.label not in self.refused:
                 self.parts.pop(part.label, None)
@@ -233,7 +243,7 @@ class Acceleration:
         """The pipeline is exactly as before; all graph memory is released."""
         end_request()
         for part in self.parts.values():
-            unwrap(part.module, method=part.method)
+            take_off(part)
         self.parts.clear()
         for override in reversed(self._overrides):
             override.take_off()
@@ -246,7 +256,10 @@ def _no_acceleration() -> None:
 
 def _parts(target: object) -> Iterator[Component]:
     if isinstance(target, nn.Module):
-        yield Component("denoiser", "module", "denoiser", target, "forward")
+        if type(target).__module__.startswith("transformers."):
+            yield from components_of({"text_encoder": target})
+        else:
+            yield Component("denoiser", "module", "denoiser", target, "forward")
         return
     yield from components_of(parts_of(target))
 
@@ -256,7 +269,7 @@ def _is_hooked_for_offload(module: nn.Module) -> bool:
     return found is not None and found[0] is Reason.OFFLOAD
 
 
-def _choice(config: GraphConfig, part: Component, runner: GraphRunner) -> str:
+def _choice(config: GraphConfig, part: Component, runner: InstalledRunner) -> str:
     asked = config.backend_for(part.role)
     if runner.backend == "none":
         return f"eager ({Reason.NO_CUDA})"
@@ -275,7 +288,7 @@ def acceleration_of(target: object) -> Acceleration | None:
     if isinstance(target, Mapping):
         found = target.get(_ATTRIBUTE)
     else:
-        found = vars(target).get(_ATTRIBUTE)
+        found = getattr(target, "__dict__", {}).get(_ATTRIBUTE)
     return found if isinstance(found, Acceleration) else None
 
 
@@ -357,7 +370,7 @@ def explain(target: object) -> str:
     return "\n".join(lines) or "nothing is wrapped"
 
 
-def _explain_runner(label: str, runner: GraphRunner) -> Iterator[str]:
+def _explain_runner(label: str, runner: InstalledRunner) -> Iterator[str]:
     yield f"{label}: {runner.stats.line()} calls from graphs"
     report = runner.report()
     graphs = report["graphs"]

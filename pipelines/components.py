@@ -18,7 +18,7 @@ from dit_graphs.signature import Signature
 
 __all__ = ["Component", "components_of", "describe_denoiser", "state_guard"]
 
-Role = Literal["denoiser", "vae"]
+Role = Literal["denoiser", "vae", "text_encoder"]
 
 _DENOISER_CLASS_ENDINGS = (
     "Transformer1DModel",
@@ -52,7 +52,7 @@ class Component:
 
 
 def components_of(parts: Mapping[str, object]) -> Iterator[Component]:
-    """The denoisers and VAE methods among a pipeline's parts, most important first."""
+    """The denoisers, VAE methods and text models among a pipeline's parts, most important first."""
     seen: set[int] = set()
     denoisers = 0
     for name, part in parts.items():
@@ -68,6 +68,25 @@ def components_of(parts: Mapping[str, object]) -> Iterator[Component]:
             if isinstance(part, nn.Module) and callable(getattr(type(part), method, None)):
                 label = "vae" if method == "decode" and name == "vae" else f"vae:{name}.{method}"
                 yield Component("vae", name, label, part, method)
+    yield from _text_models(parts)
+
+
+def _text_models(parts: Mapping[str, object]) -> Iterator[Component]:
+    """Encoders of prompts, and language models with a `generate` of their own."""
+    seen: set[int] = set()
+    writers = 0
+    for name, part in parts.items():
+        if not isinstance(part, nn.Module) or id(part) in seen:
+            continue
+        if name.startswith("text_encoder"):
+            seen.add(id(part))
+            yield Component("text_encoder", name, name, part, "forward")
+        can_write = getattr(part, "can_generate", None)
+        if callable(getattr(type(part), "generate", None)) and callable(can_write) and can_write():
+            seen.add(id(part))
+            label = "decode" if writers == 0 else f"decode:{name}"
+            writers += 1
+            yield Component("text_encoder", name, label, part, "generate")
 
 
 def _is_denoiser(name: str, module: nn.Module) -> bool:

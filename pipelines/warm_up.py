@@ -14,9 +14,9 @@ from typing import cast
 
 from dit_graphs.counters import log
 from dit_graphs.errors import ConfigError
-from dit_graphs.runner import GraphRunner
 
 from .accelerate import acceleration_of
+from .installed import InstalledRunner
 
 __all__ = ["warmup"]
 
@@ -51,8 +51,9 @@ def warmup(target: object, calls: Sequence[Mapping[str, object]], **common: obje
     return made
 
 
-def _signatures(runner: GraphRunner) -> list[str]:
-    return [runner.describe(entry.signature) for entry in runner.cache.held()]
+def _signatures(runner: InstalledRunner) -> list[str]:
+    graphs = cast("list[dict[str, object]]", runner.report()["graphs"])
+    return [str(graph["signature"]) for graph in graphs]
 
 
 def _prepare(names: Mapping[str, object], call: dict[str, object]) -> dict[str, object]:

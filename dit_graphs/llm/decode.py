@@ -210,6 +210,10 @@ class DecodeRunner:
         """Closes every graph."""
         return self.passes.drop_graphs()
 
+    def holds_graphs(self) -> bool:
+        """Whether any graph is held."""
+        return self.passes.holds_graphs()
+
     def release(self) -> None:
         """All memory of this runner is given back."""
         self.passes.forget()

@@ -10,21 +10,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..ambient import ambient_state
+from ..memory import DeviceState
+from ..module_watch import ModuleWatch
 from .buckets import context_bucket
+from .decode_stats import DecodeStats
 from .forward_mode import ForwardMode, log_pass
+from .kv import SlotCache
+from .model import LanguageModel
+from .passes import PassRunner
 from .prefill import PromptStore, prompt_positions
 from .sampling import Sampling, draw_noise
+from .state import DecodeState
 from .steps import choice_pass, model_pass
 
-if TYPE_CHECKING:
-    from .decode import DecodeRunner
-
-__all__ = ["RESERVED_AT_ONCE", "Prefill", "Prompt", "Writing"]
+__all__ = ["RESERVED_AT_ONCE", "Prefill", "Prompt", "Writer", "Writing"]
 
 RESERVED_AT_ONCE = 1024  # new tokens; for a longer text the slots grow on the way
 _POLL_EVERY = 4  # steps between two looks at the stop flags
@@ -56,12 +61,28 @@ class Prompt:
         return max(self.lengths) + min(max_new_tokens, RESERVED_AT_ONCE)
 
 
+class Writer(Protocol):
+    """Whoever keeps slots, rows and graphs between calls."""
+
+    model: LanguageModel
+    state: DeviceState
+    device: torch.device
+    cache: SlotCache | None
+    rows: DecodeState | None
+    passes: PassRunner
+    stats: DecodeStats
+    watch: ModuleWatch
+
+    def grow(self, tokens: int) -> None:
+        """Slots hold texts of `tokens`; `cache` and `rows` are others afterwards."""
+
+
 class Writing:
     """One `generate`, from reading the prompt to the last token."""
 
     def __init__(
         self,
-        runner: DecodeRunner,
+        runner: Writer,
         prompt: Prompt,
         bucket: int,
         sampling: Sampling,

@@ -24,6 +24,7 @@ from dit_graphs.errors import Reason
 from dit_graphs.llm.forward_mode import ForwardMode, log_pass
 from dit_graphs.module_watch import Change, ModuleWatch
 from dit_graphs.runner import GraphRunner, RunnerOptions
+from dit_graphs.signature import Signature
 
 from .caches import PassingCache
 from .encode_call import KV_LAYOUT, EncodeCall, EncoderForm, cut, without_cache
@@ -88,7 +89,8 @@ class EncodeRunner(GraphRunner):
         config: GraphConfig,
         options: RunnerOptions,
     ) -> None:
-        super().__init__(module, eager, config, replace(options, ignore=(_AS_MADE,)))
+        options = replace(options, ignore=(_AS_MADE,), describe=_describe)
+        super().__init__(module, eager, config, options)
         self._watch = EncoderWatch(module)
         self._encoder = EncoderForm(module, config.prompt_buckets)
         self.deviations: dict[int, float] = {}
@@ -154,10 +156,15 @@ class EncodeRunner(GraphRunner):
         return {**super().report(), "deviation": measured}
 
 
+def _describe(signature: Signature) -> str:
+    rows, tokens = signature.tensors[0].shape
+    padded = "padded" if len(signature.tensors) > 1 else "no padding"
+    return f"encode {rows} × {tokens} tokens, {padded}"
+
+
 def _states(output: object) -> Tensor | None:
     """The last hidden state an encoder returned: [B, T, D]."""
     assert isinstance(output, ModelOutput)
     states = output.get("hidden_states")
     last = states[-1] if states else output.get("last_hidden_state")
     return cast("Tensor | None", last)
-

@@ -98,7 +98,9 @@ class EncoderForm:
         """Ids and positions get `extra` columns on the right; returns the mask of all columns."""
         ids = cast(Tensor, plain["input_ids"])
         pad = getattr(self.module.config, "pad_token_id", None)
-        plain["input_ids"] = functional.pad(ids, (0, extra), value=pad if isinstance(pad, int) else 0)
+        plain["input_ids"] = functional.pad(
+            ids, (0, extra), value=pad if isinstance(pad, int) else 0
+        )
         positions = plain.get("position_ids")
         if isinstance(positions, Tensor):
             plain["position_ids"] = functional.pad(positions, (0, extra))
@@ -133,7 +135,7 @@ def without_cache(output: object) -> object:
 
 
 def cut(output: object, tokens: int, bucket: int) -> object:
-    """A bucketed output for the caller's columns; logits, which belong to the padding, are left out."""
+    """A bucketed output for the caller's columns; logits, the padding's, are left out."""
 
     def columns(value: object) -> object:
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == bucket:

@@ -7,8 +7,7 @@ exactly what it would have got.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,6 @@ from dit_graphs.config import GraphConfig
 from dit_graphs.errors import CaptureAborted, FallbackError, Reason
 from dit_graphs.llm import DecodeRunner, Prompt
 from dit_graphs.llm.prefill import PromptStore
-from dit_graphs.watch import BreakPolicy
 
 from .arguments import Asked, Refused, read, refused_before
 from .caches import SlotView
@@ -44,15 +42,14 @@ class TextGenerator:
         config: GraphConfig,
         *,
         label: str = "decode",
-        policy: BreakPolicy | None = None,
+        guard: Callable[[], tuple[Reason, str] | None] | None = None,
     ) -> None:
         self.module = module
         self.eager = eager
         self.config = config
+        self._guard = guard
         self.model = CausalLM(module)
-        self.runner = DecodeRunner(
-            self.model, config, label=label, watch=EncoderWatch(module), policy=policy
-        )
+        self.runner = DecodeRunner(self.model, config, label=label, watch=EncoderWatch(module))
         prefill = label.replace("decode", "prefill", 1)
         self.prefill = PrefillRunner(self.model, config, self.runner.slots, prefill)
 
@@ -71,6 +68,8 @@ class TextGenerator:
         if foreign is not None:
             return foreign, ""
         found = self.runner.refusal()
+        if found is None and self._guard is not None:
+            found = self._guard()
         if found is not None:
             return found
         unsupported = why_not(self.module)
@@ -175,8 +174,12 @@ class TextGenerator:
         seen = torch.zeros(shape, dtype=torch.bool, device=ids.device)
         return seen.scatter_(1, ids.clamp(max=vocabulary), True)[:, :vocabulary]
 
-    @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Inside, every call is transformers' own."""
-        with self.runner.switched_off():
-            yield
+    def installed_runners(self) -> dict[str, DecodeRunner | PrefillRunner]:
+        """Both runners, by the labels of their counters."""
+        runners = (self.runner, self.prefill)
+        return {runner.stats.component: runner for runner in runners}
+
+    def close(self) -> None:
+        """All memory of both runners is given back."""
+        self.prefill.close()
+        self.runner.close()

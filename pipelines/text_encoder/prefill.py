@@ -22,6 +22,7 @@ from dit_graphs.llm.forward_mode import ForwardMode, log_pass
 from dit_graphs.llm.kv import SlotCache
 from dit_graphs.llm.prefill import PromptStore
 from dit_graphs.runner import GraphRunner, RunnerOptions
+from dit_graphs.signature import Signature
 from dit_graphs.watch import BreakPolicy
 
 from .caches import SlotView
@@ -60,6 +61,7 @@ class PrefillRunner(GraphRunner):
             key=lambda: slots().generation,
             ignore=(_AS_MADE,),
             policy=BreakPolicy(),
+            describe=_describe,
         )
         super().__init__(model.module, self._unused, config, options)
         self._watch = EncoderWatch(model.module)
@@ -151,6 +153,10 @@ class PrefillRunner(GraphRunner):
             mask = torch.ones_like(ids)
         return functional.pad(mask.to(self.device), (extra, 0))
 
+
+def _describe(signature: Signature) -> str:
+    rows, tokens = signature.tensors[0].shape
+    return f"prefill {rows} × {tokens} tokens"
 
 
 def _is_empty(value: object) -> bool:
