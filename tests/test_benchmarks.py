@@ -222,6 +222,22 @@ class TestProtocol:
         assert protocol.summarise_gpu_samples([])["suspect"] == ["no clock samples"]
 
 
+def test_gpu_clock_reads_start_and_end_even_if_the_loop_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text(
+        '#!/bin/sh\ncase "$*" in *--loop-ms*) exec sleep 60;; esac\necho "1800, 1980, 45, 500.0"\n'
+    )
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with protocol.GpuClock() as clock:
+        pass
+    summary = clock.summary()
+    assert (summary["num_samples"], summary["start_celsius"]) == (2, 45.0)
+    assert summary["suspect"] == []
+
+
 def _git(root: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
     command = ["git", "-C", str(root), *identity, *arguments]
