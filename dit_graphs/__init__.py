@@ -18,6 +18,7 @@ from .wrapping import unwrap, wrap
 
 if TYPE_CHECKING:
     from .pipelines import accelerate, disabled, explain, restore, stats, warmup
+    from .pipelines.text_encoder.rewrite import rewrite_prompt
 
 __version__ = "0.1.0"
 
@@ -35,16 +36,23 @@ __all__ = [
     "register_leaf",
     "request",
     "restore",
+    "rewrite_prompt",
     "stats",
     "unwrap",
     "warmup",
     "wrap",
 ]
 
-_FROM_PIPELINES = frozenset({"accelerate", "disabled", "explain", "restore", "stats", "warmup"})
+_PIPELINES = "dit_graphs.pipelines"
+_FROM_PIPELINES = {
+    **dict.fromkeys(
+        ("accelerate", "disabled", "explain", "restore", "stats", "warmup"), _PIPELINES
+    ),
+    "rewrite_prompt": f"{_PIPELINES}.text_encoder.rewrite",
+}
 
 
 def __getattr__(name: str) -> object:
     if name in _FROM_PIPELINES:
-        return getattr(import_module("dit_graphs.pipelines"), name)
+        return getattr(import_module(_FROM_PIPELINES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -152,6 +152,10 @@ class Acceleration:
         self.refused[part.label] = f"{reason}: {error}"
         log.warning("%s: eager (%s)", part.label, reason)
 
+    def adopt(self, part: Component) -> None:
+        """One more part is served; it goes with the others at `remove`."""
+        self._wrap_parts([part])
+
     def _override_pipeline(self) -> None:
         self._override(self.target, "progress_bar", self._on_progress_bar)
         self._override(self.target, "maybe_free_model_hooks", self._on_end)
