@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from cli_process import MODEL, Done, run, run_many
 from PIL import Image
 
@@ -51,11 +52,12 @@ def test_the_first_command_makes_a_picture_and_says_what_happened(
 def test_the_last_line_is_what_the_sidecar_counted(first: tuple[Path, Done]) -> None:
     folder, done = first
     use = json.loads((folder / "outputs" / "a-red-heart-7.json").read_text())["graph_use"]
-    match = re.fullmatch(RECORDER, done.out.splitlines()[-1]) or re.fullmatch(
-        GRAPHS, done.out.splitlines()[-1]
-    )
+    has_cuda = torch.cuda.is_available()
+    match = re.fullmatch(GRAPHS if has_cuda else RECORDER, done.out.splitlines()[-1])
     assert match is not None, done.out
-    assert int(match[1]) == use["replays"] >= 4
+    assert int(match[1]) == use["replays"]
+    # On a GPU eight steps may not pay for a capture; the recorder is never asked to pay.
+    assert has_cuda or use["replays"] >= 4
     assert int(match[2]) == use["replays"] + use["eager_calls"] >= 8
     assert sum(use["reasons"].values()) == use["eager_calls"]
 
@@ -112,6 +114,7 @@ def more(
     (folder / "b.jsonl").write_text(fixed)
     steps = ["--num-inference-steps", "2", *MODEL]
     size = ["--height", "64", "--width", "64", "--num-inference-steps", "3", *MODEL]
+    size += ["--backend", "full"] if torch.cuda.is_available() else []
     commands = {
         "cats": ["generate", "a cat", "A cat!", "--seed", "3", "--num-images", "2", *steps],
         "again": ["generate", "--from", "outputs/a-cat-4.png"],
