@@ -281,7 +281,9 @@ class Capturer:
                     return call()
 
         started = time.perf_counter()
-        with self.state.gate.exclusive(), self.state.replay_lock:
+        # a recording made for a caller in inference mode is written for others outside it
+        normal = torch.inference_mode(False)
+        with self.state.gate.exclusive(), self.state.replay_lock, normal, torch.no_grad():
             self.state.check_can_capture()
             python = PythonState(self.forward.module)
             try:

@@ -342,7 +342,8 @@ class GraphRunner:
             return
         assert entry.inputs is not None
         try:
-            verdict = self._capturer.compare_perturbed(entry, call.positional, call.named)
+            with torch.inference_mode(False), torch.no_grad():
+                verdict = self._capturer.compare_perturbed(entry, call.positional, call.named)
         except (BreakFailed, CaptureAborted) as failure:
             self._settle_release(entry)
             entry.block(failure.reason, failure.detail)

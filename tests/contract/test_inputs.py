@@ -432,3 +432,19 @@ def test_variadic_forwards(where: Where) -> None:
         twin(a, extra=b)
     assert twin.graphs == 2
     assert twin.replays == 6
+
+
+@pytest.mark.parametrize("capture", ["second_use", "first_use"])
+def test_a_capture_made_in_inference_mode_serves_callers_outside_it(
+    where: Where, capture: str
+) -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2.0) + 1.0
+
+    twin = Twin(Writes(), where, capture=capture)
+    for index in range(8):
+        x = where.randn(4, seed=index)
+        with torch.inference_mode(mode=index < 3):
+            twin(x)
+    assert twin.replays >= 5
