@@ -111,7 +111,7 @@ def test_b11_any_style_any_options_in_any_order(where: Where, seed: int) -> None
         }
         for name in ("scale", "guidance"):
             value = values[name]
-            if (value is None or name == "scale" and value == 1.0) and chance.random() < 0.5:
+            if (value is None or (name == "scale" and value == 1.0)) and chance.random() < 0.5:
                 del values[name]
         names = list(values)
         split = chance.randint(0, len(names))
