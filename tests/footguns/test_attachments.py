@@ -1,0 +1,191 @@
+"""What users attach to a pipeline: step caches, offload, casting, FreeU, tiling, processors.
+
+Each of them works through hooks or plain attributes that no argument shows. It is honoured, by an
+eager call with its reason or by a graph of its own, and taking it off brings the graphs back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import diffusers
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+import dit_graphs
+
+
+class Pair:
+    """An accelerated tiny pipeline and a plain one to which the same is done."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fast, self.plain = tiny.build(name), tiny.build(name)
+        dit_graphs.accelerate(self.fast, backend="recorded")
+
+    def both(self, change: Callable[[object], object]) -> None:
+        for pipe in (self.fast, self.plain):
+            change(pipe)
+
+    def latents(self, **options: object) -> Tensor:
+        mine, theirs = (
+            tiny.latents(pipe, tiny.call_kwargs(self.name, **{"size": 32, "steps": 5, **options}))
+            for pipe in (self.fast, self.plain)
+        )
+        assert torch.equal(mine, theirs)
+        return mine
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        denoiser = dit_graphs.stats(self.fast)["components"]["denoiser"]
+        return denoiser["replays"], dict(denoiser["fallbacks"])
+
+    def reasons_of(self, calls: int, **options: object) -> dict[str, int]:
+        """Eager calls by reason over the next `calls` generations."""
+        before = self.counts()[1]
+        for seed in range(calls):
+            self.latents(seed=seed, **options)
+        after = self.counts()[1]
+        return {r: n - before.get(r, 0) for r, n in after.items() if n != before.get(r, 0)}
+
+
+def test_b55_a_step_cache_decides_on_the_host_and_stays_eager() -> None:
+    """FirstBlockCache skips blocks by looking at values, and keeps residuals between steps."""
+    pair = Pair("flux")
+    pair.latents()
+    config = diffusers.FirstBlockCacheConfig(threshold=0.5)
+    pair.both(lambda pipe: pipe.transformer.enable_cache(config))
+    assert pair.reasons_of(2) == {"step_cache": 10}
+    assert pair.reasons_of(1, size=48) == {"step_cache": 5}
+    assert pair.reasons_of(1) == {"step_cache": 5}
+    pair.both(lambda pipe: pipe.transformer.disable_cache())
+    before = pair.counts()[0]
+    assert set(pair.reasons_of(3)) <= {"warming_up"}
+    assert pair.counts()[0] >= before + 10
+
+
+def test_b59_layerwise_casting_moves_the_weights_and_stays_eager() -> None:
+    """Each forward casts the weights up into new memory and back: addresses mean nothing."""
+    pair = Pair("flux")
+    pair.latents()
+    pair.both(
+        lambda pipe: pipe.transformer.enable_layerwise_casting(
+            storage_dtype=torch.bfloat16, compute_dtype=torch.float32
+        )
+    )
+    assert pair.reasons_of(2) == {"layerwise_casting": 10}
+
+
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+def test_b30_group_offload_stays_eager_with_one_reason(kind: str) -> None:
+    """Weights come and go inside the call. Here both places are the CPU; the hooks are real."""
+    pair = Pair("flux")
+    pair.latents()
+    options = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+    pair.both(
+        lambda pipe: pipe.transformer.enable_group_offload(
+            onload_device=torch.device("cpu"),
+            offload_device=torch.device("cpu"),
+            offload_type=kind,
+            **options,
+        )
+    )
+    assert pair.reasons_of(2) == {"offload": 10}
+
+
+def test_freeu_is_part_of_the_key() -> None:
+    """Its factors are plain attributes of the up blocks."""
+    pair = Pair("sdxl")
+    plain = pair.latents()
+    pair.both(lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4))
+    with_it = pair.latents()
+    pair.both(lambda pipe: pipe.enable_freeu(s1=0.6, s2=0.4, b1=1.1, b2=1.2))
+    other = pair.latents()
+    pair.both(lambda pipe: pipe.disable_freeu())
+    assert torch.equal(pair.latents(), plain)
+    assert not torch.equal(with_it, other)
+
+
+def test_freeu_factors_turned_by_hand_are_seen_at_the_next_request() -> None:
+    """No known method was called: the sweep of plain state finds it."""
+    pair = Pair("sdxl")
+    pair.both(lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4))
+    found = []
+    for factor in (1.2, 1.5, 1.2, 1.8, 1.1):
+
+        def turn(pipe: object, value: float = factor) -> None:
+            for block in pipe.unet.up_blocks:
+                block.b1 = value
+
+        pair.both(turn)
+        found.append(pair.latents())
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_processor_set_by_the_user_is_used() -> None:
+    """`set_attn_processor` replaces objects whose class and state decide the attention."""
+
+    class Doubling(diffusers.models.attention_processor.AttnProcessor):
+        factor = 2.0
+
+        def __call__(self, *args: object, **kwargs: object) -> Tensor:
+            return super().__call__(*args, **kwargs) * self.factor
+
+    pair = Pair("sdxl")
+    plain = pair.latents()
+    pair.both(lambda pipe: pipe.unet.set_attn_processor(Doubling()))
+    doubled = pair.latents()
+    assert not torch.equal(plain, doubled)
+
+    def turn(pipe: object) -> None:
+        for processor in pipe.unet.attn_processors.values():
+            processor.factor = 0.5
+
+    pair.both(turn)
+    assert not torch.equal(pair.latents(), doubled)
+
+
+def test_fused_projections_are_another_tree() -> None:
+    pair = Pair("sdxl")
+    pair.latents()
+    pair.both(lambda pipe: pipe.unet.fuse_qkv_projections())
+    pair.latents()
+    pair.both(lambda pipe: pipe.unet.unfuse_qkv_projections())
+    pair.latents()
+
+
+@pytest.mark.parametrize("tiling", [True, False])
+def test_tiling_of_the_vae_is_part_of_its_key(tiling: bool) -> None:
+    """The same latents, decoded whole or in tiles: not the same pixels."""
+    pair = Pair("sdxl")
+    for _ in range(2):
+        for on in (tiling, not tiling):
+            pair.both(
+                lambda pipe, on=on: pipe.vae.enable_tiling() if on else pipe.vae.disable_tiling()
+            )
+            for seed in range(3):
+                generator = torch.Generator().manual_seed(seed)
+                latents = torch.randn(1, 4, 16, 16, generator=generator)
+                with torch.no_grad():
+                    mine, theirs = (
+                        pipe.vae.decode(latents, return_dict=False)[0]
+                        for pipe in (pair.fast, pair.plain)
+                    )
+                assert torch.equal(mine, theirs)
+
+
+def test_b58_a_vae_cast_up_for_each_decode() -> None:
+    """SDXL's upcast: float32 for the decode, back to half afterwards, on every image."""
+    pair = Pair("sdxl")
+    for seed in range(3):
+        latents = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(seed))
+        for dtype in (torch.float32, torch.bfloat16):
+            pair.both(lambda pipe, dtype=dtype: pipe.vae.to(dtype=dtype))
+            for _ in range(3):
+                with torch.no_grad():
+                    mine, theirs = (
+                        pipe.vae.decode(latents.to(dtype), return_dict=False)[0]
+                        for pipe in (pair.fast, pair.plain)
+                    )
+                assert torch.equal(mine, theirs)
