@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -19,12 +20,22 @@ from dit_graphs.pipelines.generate import GenerateRequest, InputError, Json
 from .codes import FAILED
 from .flags import Flag, Given, graph_flags, model_flags, request_flags
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 __all__ = ["ARGUMENTS", "OUTPUT", "flags", "run"]
 
 OUTPUT = Flag(
     "output", "output", str | None, "folder the files go to (default: outputs)", "Files", "DIR"
 )
 _FROM = Flag("from_", "from", str | None, "make this PNG or JSON sidecar again", "Files", "FILE")
+_REWRITE = Flag(
+    "rewrite_prompt",
+    "rewrite_prompt",
+    bool | None,
+    "let the pipeline's own language model write the prompt out first",
+    "Picture",
+)
 ARGUMENTS = [
     inspect.Parameter(
         "prompts",
@@ -39,7 +50,7 @@ ARGUMENTS = [
 
 def flags() -> list[Flag]:
     """The flags of this command."""
-    return [OUTPUT, _FROM, *request_flags(), *model_flags(), *graph_flags()]
+    return [OUTPUT, _FROM, _REWRITE, *request_flags(), *model_flags(), *graph_flags()]
 
 
 def run(given: Given) -> int:
@@ -83,6 +94,11 @@ def _make(
             if note is not None:
                 warn(note)
             naming = Naming(folder=folder)
+            if given.value("rewrite_prompt"):
+                naming = Naming(
+                    folder=folder, subject=request.prompt, notes={"rewritten_from": request.prompt}
+                )
+                request = _rewritten(pipe, request)
             pipe.set_progress_bar_config(
                 disable=not sys.stderr.isatty(), leave=False, desc=f"{len(finished) + 1}/{total}"
             )
@@ -95,12 +111,29 @@ def _make(
     return made
 
 
+def _rewritten(pipe: DiffusionPipeline, request: GenerateRequest) -> GenerateRequest:
+    """`request` with its prompt written out; the record holds the new one, so it needs no model."""
+    import dit_graphs
+
+    if request.prompt is None:
+        raise InputError("rewrite_prompt", "expected a PROMPT to rewrite")
+    start = time.perf_counter()
+    try:
+        text = dit_graphs.rewrite_prompt(pipe, request.prompt, seed=request.seed or 0)
+    except dit_graphs.ConfigError as error:
+        raise InputError("rewrite_prompt", str(error)) from error
+    print(f"rewrite  {time.perf_counter() - start:8.2f} s  {text}")
+    return replace(request, prompt=text)
+
+
 def _again(given: Given, source: Path) -> int:
     """Make the item of a record again; 0 where the bytes are the same or the user changed it."""
     from dit_graphs.pipelines.generate import changes, read_record
 
     if "prompts" in given:
         raise InputError("from", "expected no PROMPT beside it: the file has its own")
+    if given.value("rewrite_prompt"):
+        raise InputError("rewrite_prompt", "expected it left out beside --from: a prompt is kept")
     record = read_record(source)
     hashes = _hashes(source)
     own = given.names([*request_flags(), *model_flags(), *graph_flags()])

@@ -65,10 +65,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """Where items go and what is noted beside them: `prefix` starts every file name."""
+    """Where items go and what is noted beside them.
+
+    `prefix` starts every file name; `subject` takes the prompt's place in it.
+    """
 
     folder: Path
     prefix: str = ""
+    subject: str | None = None
     notes: Mapping[str, Json] = field(default_factory=dict)
 
 
@@ -208,7 +212,7 @@ def _save(loaded: LoadedPipeline, item: Item, naming: Naming, notes: Mapping[str
         files, sidecar = save_media(
             item.media,
             naming.folder,
-            f"{naming.prefix}{slug(request.prompt)}-{item.seed}",
+            f"{naming.prefix}{slug(naming.subject or request.prompt)}-{item.seed}",
             fps=_fps(request),
             sample_rate=_sample_rate(loaded.pipe),
             text=json_key(item.record),

@@ -122,6 +122,8 @@ def more(
         "aged": ["generate", "--from", "aged.json", "--output", "aged"],
         "no guidance": ["generate", "a cat", "--seed", "3", "--guidance-scale", "0", *steps],
         "no seed": ["generate", "a cat", *steps, "--output", "x"],
+        "rewritten": ["generate", "a cat", "--seed", "3", "--rewrite-prompt", *steps],
+        "rewritten again": ["generate", "--from", "r/a-cat-3.png", "--output", "r"],
         "resumed": [*BATCH],
         "no file": ["batch", "missing.jsonl"],
         "empty file": ["batch", "empty.jsonl"],
@@ -130,6 +132,7 @@ def more(
         "doctor": ["doctor"],
     }
     commands["no guidance"] += ["--output", "x"]
+    commands["rewritten"] += ["--output", "r"]
     (folder / "empty.jsonl").write_text("\n")
     results = run_many(list(commands.values()), cwd=folder)
     return folder, dict(zip(commands, results, strict=True)), before
@@ -188,6 +191,18 @@ def test_from_gives_the_same_bytes_or_says_what_changed(more: More) -> None:
     assert results["aged"].code == 1
     assert "not the same as aged.json:" in results["aged"].out
     assert "environment.versions.torch: 2.0.0 → " in results["aged"].out
+
+
+def test_a_rewritten_prompt_is_told_recorded_and_drawn(more: More) -> None:
+    folder, results, _ = more
+    done = results["rewritten"]
+    assert done.code == 0, done.err
+    told = re.search(r"^rewrite +\d+\.\d\d s  (.*)$", done.out, re.M)
+    assert told is not None
+    sidecar = json.loads((folder / "r" / "a-cat-3.json").read_text())
+    assert sidecar["rewritten_from"] == "a cat"
+    assert sidecar["record"]["request"]["prompt"] == told[1] != "a cat"
+    assert "same bytes as r/a-cat-3.png" in results["rewritten again"].out
 
 
 def test_inspect_measures_and_writes_no_file(more: More) -> None:
