@@ -203,6 +203,6 @@ def _run(job: Job) -> tuple[JobState, BaseException | None]:
     except Stopped:
         return JobState.STOPPED, None
     except Exception as error:
-        log.warning("job %d failed: %s: %s", job.number, type(error).__name__, error)
+        log.info("job %d failed", job.number, exc_info=error)
         return JobState.FAILED, error
     return JobState.DONE, None

@@ -12,7 +12,7 @@
     try { localStorage.setItem(KEY, name); } catch { /* private windows keep nothing */ }
   });
   // Some of Gradio's buttons are called something else than they say; what they say is better.
-  const MISNAMED = ".upload-container[aria-label], .thumbnail-item[aria-label]";
+  const MISNAMED = ".upload-container[aria-label], .thumbnail-lg[aria-label]";
   const rename = () => {
     for (const button of document.querySelectorAll(MISNAMED)) button.removeAttribute("aria-label");
   };

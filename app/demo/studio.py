@@ -62,6 +62,7 @@ class Studio:
         self.name = name
         self.limits = limits or Limits()
         self.plans = plans_of(type(loaded.pipe))
+        loaded.pipe.set_progress_bar_config(disable=True)  # the page shows the steps
         self.queue = JobQueue(max_waiting=max_waiting)
         self.previewer = Previewer()
         self.can_rewrite = can_rewrite(loaded.pipe)
