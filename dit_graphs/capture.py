@@ -189,6 +189,29 @@ class Capturer:
         observer = Observer(self.forward.module, self.state.device, policy, inputs.buffers)
         inputs.bind(tensors)
         call = self.forward.on(inputs.buffers, args, kwargs)
+        with self.state.side_pass():
+            output = self._pass(observer, call, random, entry, policy)
+            result = map_tensors(output, clone_layout, keep_unknown=True)
+        observation = observer.observation()
+        self._plan_breaks(entry, observation)
+        inputs.copy_back(tensors, observation.written_inputs)
+        refusal = observer.refusal(output)
+        if refusal is not None:
+            entry.block(*refusal)
+        elif not observation.host_reads or self.backend == "debug":
+            entry.inputs, entry.observation = inputs, observation
+            entry.plan.is_simple = observation.is_simple
+        return result
+
+    def _pass(
+        self,
+        observer: Observer,
+        call: Callable[[], object],
+        random: list[Tensor],
+        entry: Entry,
+        policy: BreakPolicy,
+    ) -> object:
+        """Runs the call on the capture stream; after a failure no trace of it is left."""
         try:
             with (
                 self.state.capture_stream(),
@@ -210,16 +233,7 @@ class Capturer:
                 raise
             detail = f"{type(error).__name__}: {error}"
             raise CaptureAborted(Reason.CAPTURE_FAILED, detail) from error
-        self._plan_breaks(entry, observation)
-        result = map_tensors(output, clone_layout, keep_unknown=True)
-        inputs.copy_back(tensors, observation.written_inputs)
-        refusal = observer.refusal(output)
-        if refusal is not None:
-            entry.block(*refusal)
-        elif not observation.host_reads or self.backend == "debug":
-            entry.inputs, entry.observation = inputs, observation
-            entry.plan.is_simple = observation.is_simple
-        return result
+        return output
 
     def is_observed(self, entry: Entry) -> bool:
         """Whether the last pass left nothing open, so that a capture may follow."""

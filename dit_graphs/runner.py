@@ -28,7 +28,7 @@ from .request import Request, current_request
 from .signature import CallForm, Signature, sign
 from .tree import UnknownLeaf
 from .verify import Verdict, verify_call
-from .watch import BreakPolicy
+from .watch import BreakPolicy, load_modes
 
 __all__ = ["GraphRunner", "RunnerOptions"]
 
@@ -89,6 +89,8 @@ class GraphRunner:
         self.state = device_state(device)
         self.state.holders.add(self)
         self.backend = _resolve_backend(self.config.backend_for(self.options.component), device)
+        if self.backend not in ("off", "none"):
+            load_modes()
         ignore = frozenset(self.options.ignore)
         forward = Forward(self.module, self.call_eager, device, ignore)
         self._capturer = Capturer(
@@ -538,7 +540,9 @@ class GraphRunner:
 def _device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _resolve_backend(name: BackendName, device: torch.device) -> str:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType, MappingProxyType, TracebackType
 from typing import ClassVar
 
@@ -30,6 +31,7 @@ __all__ = [
     "OpTraits",
     "Watch",
     "iter_tensors",
+    "load_modes",
     "storage_key",
     "traits_of",
     "unwatched",
@@ -147,6 +149,15 @@ def unwatched() -> Iterator[None]:
     """Inside, our own bookkeeping runs below every mode, so that none of it is seen."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+def load_modes() -> None:
+    """torch's dispatch modes are ready: their first use imports Dynamo, which takes a second.
+
+    Inside an observed forward that import would also keep the forward's frames, and with them its
+    tensors, alive until the collector runs.
+    """
+    import_module("torch._dynamo")
 
 
 class _Functions(TorchFunctionMode):

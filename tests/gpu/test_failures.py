@@ -35,15 +35,18 @@ class HostReadInside(Denoiser):
         return super().forward(self.reader(x), t, text)
 
 
-FAILURES = {"host_read", "host_copy", "constant_changed", "capture_failed", "verify_mismatch"}
-HOST_BIAS = {"value": torch.zeros(256)}
+FAILURES = {"host_read", "host_copy", "constant_changed", "capture_failed"}
 
 
 class PageableCopy(Denoiser):
-    """Copies host memory that the user changes between calls: never a constant."""
+    """Copies host memory of the module that the user changes between calls: never a constant."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.host_bias = torch.zeros(256, device="cpu")
 
     def forward(self, x, t, text=None):
-        return super().forward(x + HOST_BIAS["value"].to("cuda", x.dtype), t, text)
+        return super().forward(x + self.host_bias.to("cuda", x.dtype), t, text)
 
 
 class Raises(Denoiser):
@@ -89,16 +92,22 @@ def test_a_failing_capture_leaves_the_process_healthy(kind):
     module, reference = build(kind), build(kind)
     wrap(module, GraphConfig(backend="auto", capture="first_use"))
     for attempt in range(3):
-        with torch.no_grad(), dit_graphs.request(total_steps=6):
+        with torch.no_grad():
             for seed in range(6):
-                HOST_BIAS["value"] = torch.full((256,), float(seed + attempt))
+                module.host_bias = torch.full((256,), float(seed + attempt))
+                reference.host_bias = module.host_bias.clone()
                 kwargs = inputs(seed, tokens=64 + 32 * attempt)
                 assert torch.equal(module(**kwargs)[0], reference(**kwargs)[0])
         if kind is Raises:
             healthy(good, good_reference, range(30, 36))
     stats = runner_of(module).report()
     assert stats["replays"] == 0
-    assert set(stats["fallbacks"]) & FAILURES
+    if kind is PageableCopy:
+        assert (
+            stats["invalidations"] >= 10
+        )  # each new host tensor drops what was baked from the last
+    else:
+        assert set(stats["fallbacks"]) & FAILURES
     healthy(good, good_reference, range(30, 36))
     assert runner_of(good).report()["replays"] >= 2
 

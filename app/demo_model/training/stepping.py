@@ -57,7 +57,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def rate_at(
-    step: int, progress: float, peak: float, warmup: int = 200, decay_from: float = 0.5
+    step: int, progress: float, peak: float, warmup: int = 500, decay_from: float = 0.4
 ) -> float:
     """Linear warm-up by steps, constant, then a cosine to 1 % over the rest; progress: 0..1 of the time."""
     rate = peak * min(1.0, (step + 1) / warmup)

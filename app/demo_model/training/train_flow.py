@@ -43,7 +43,7 @@ class FlowSettings:
 
     seconds: float
     batch: int = 512
-    rate: float = 1.5e-3
+    rate: float = 5e-4  # 1.5e-3 diverged after some 500 steps
     empty: float = 0.1
     text_weight: float = 0.1
     shift: float = 2.0
@@ -157,7 +157,7 @@ def train_flow(
     parameters = networks.parameters()
     for parameter in averaged.parameters():
         parameter.requires_grad_(False)
-    optimizer = build_optimizer(parameters, (0.9, 0.98), 0.01)
+    optimizer = build_optimizer(parameters, (0.9, 0.95), 0.01)
     average = Average(parameters, averaged.parameters(), 0.999)
     total = torch.zeros(3, device=device)
 
@@ -188,7 +188,17 @@ def train_flow(
     steps = first_that_works(build, settings.compiled, settings.capture, log)
     wait(device)
     log("flow", event="steps ready", took=time.monotonic() - start)
-    _loop(steps, optimizer, settings, total, start, log, lambda: checkpoint(averaged), every)
+
+    def rewind() -> None:
+        """Back to the averaged weights, with a fresh optimizer."""
+        torch._foreach_copy_([p.detach() for p in parameters], averaged.parameters())
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    _loop(
+        steps, optimizer, settings, total, start, log, lambda: checkpoint(averaged), rewind, every
+    )
     return averaged
 
 
@@ -200,13 +210,15 @@ def _loop(
     start: float,
     log: Log,
     checkpoint: Callable[[], None],
+    rewind: Callable[[], None],
     every: float,
 ) -> None:
-    """Repeats the steps until the time is over."""
+    """Repeats the steps until the time is over; a loss that climbs rewinds and halves the rate."""
+    slower, best = 1.0, math.inf
     num, since, logged, saved = 0, 0, time.monotonic(), time.monotonic()
     total.zero_()
     while (progress := (time.monotonic() - start) / settings.seconds) < 1:
-        set_rate(optimizer, rate_at(num, progress, settings.rate))
+        set_rate(optimizer, slower * rate_at(num, progress, settings.rate))
         steps[num % LONG_EVERY == LONG_EVERY - 1]()
         num, since = num + 1, since + 1
         if num % 20 == 0:
@@ -217,6 +229,12 @@ def _loop(
             log("flow", step=num, flow=flow / max(count, 1), text=text / max(count, 1), ms=spent)
             if not math.isfinite(flow + text):
                 raise FloatingPointError(f"the loss is not finite at step {num}")
+            mean = flow / max(count, 1)
+            if mean > 1.3 * best:
+                slower /= 2
+                rewind()
+                log("flow", event="rewound", step=num, slower=slower)
+            best = min(best, mean)
             total.zero_()
             since, logged = 0, time.monotonic()
         if time.monotonic() - saved > every:
