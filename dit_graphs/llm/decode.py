@@ -7,6 +7,7 @@ are, so that a seed draws the same numbers whatever the bucket.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ class DecodeRunner:
         """Why no graph can write now, or None; graphs of moved weights are dropped."""
         if self.disabled or self.backend == "off":
             return Reason.DISABLED, ""
+        if os.environ.get("DIT_GRAPHS", "").lower() == "off":
+            return Reason.KILL_SWITCH, ""
         here = self.model.device
         if here != self.device:
             self.release()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,12 +28,20 @@ from dit_graphs.watch import BreakPolicy
 from .caches import SlotView
 from .causal_lm import CausalLM
 from .encode import EncoderWatch
-from .masks import MaskArgument, build_masks, is_all_ones, mask_decisions_as_eager
+from .masks import (
+    MaskArgument,
+    build_masks,
+    cache_argument,
+    is_all_ones,
+    mask_decisions_as_eager,
+)
 
 __all__ = ["PrefillRunner", "PromptPass"]
 
 _AS_MADE = "as_made"
 _PLAIN = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+# numbers the positions of pictures; without any, transformers has numbered the text already
+_OF_PICTURES = "mm_token_type_ids"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +112,9 @@ class PrefillRunner(GraphRunner):
     def _ready(self, prompt: PromptPass) -> dict[str, object] | tuple[Reason, str]:
         """The pass a graph serves, or why there is none."""
         given = {n: v for n, v in prompt.kwargs.items() if v is not None and not _is_empty(v)}
+        if "position_ids" in given:
+            given.pop(_OF_PICTURES, None)
+        kinds = given.pop("token_type_ids", None) if _builds_masks(self.module) else None
         other = sorted(set(given) - _PLAIN - {self.model.cache_name})
         if other:
             return Reason.UNSUPPORTED_ARGUMENT, ", ".join(other)
@@ -120,9 +131,11 @@ class PrefillRunner(GraphRunner):
             ready["position_ids"] = positions.to(self.device)
         if "logits_to_keep" in given:
             ready["logits_to_keep"] = 1
-        mask = self._pad(ready, mask, prompt)
         try:
-            masks = self._masks(mask)
+            if isinstance(kinds, Tensor):
+                masks = self._masks_with(kinds, mask, prompt)
+            else:
+                masks = self._masks(self._pad(ready, mask, prompt))
         except (ValueError, AttributeError, TypeError, CaptureAborted) as error:
             return Reason.UNSUPPORTED_MODEL, str(error)
         if masks is not None:
@@ -133,6 +146,23 @@ class PrefillRunner(GraphRunner):
         if not isinstance(mask, Tensor) or is_all_ones(mask):
             return None
         return build_masks(self.module, mask.to(self.device), is_encoder=False)
+
+    def _masks_with(self, kinds: Tensor, mask: object, prompt: PromptPass) -> MaskArgument:
+        """Masks of a model in which some tokens see each other both ways (pictures of Gemma 3)."""
+        build = cast(Any, self.module).create_masks_for_generate
+        rows, tokens = prompt.ids.shape
+        dtype = cast(torch.dtype, self.module.dtype)
+        arguments = {
+            "config": self.module.config,
+            "inputs_embeds": torch.empty((rows, tokens, 0), dtype=dtype, device=self.device),
+            "attention_mask": mask.to(self.device) if isinstance(mask, Tensor) else None,
+            "token_type_ids": kinds.to(self.device),
+            "position_ids": None,
+            "is_first_iteration": True,
+            cache_argument(build) or "cache": SlotView(prompt.store),
+        }
+        with mask_decisions_as_eager():
+            return cast(MaskArgument, build(**arguments))
 
     def _pad(self, ready: dict[str, object], mask: object, prompt: PromptPass) -> object:
         """With a ladder: more padding on the left, up to its next rung."""
@@ -152,6 +182,10 @@ class PrefillRunner(GraphRunner):
         if not isinstance(mask, Tensor):
             mask = torch.ones_like(ids)
         return functional.pad(mask.to(self.device), (extra, 0))
+
+
+def _builds_masks(module: object) -> bool:
+    return callable(getattr(type(module), "create_masks_for_generate", None))
 
 
 def _describe(signature: Signature) -> str:

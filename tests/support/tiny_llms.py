@@ -31,6 +31,7 @@ _TEXT = {
     "bos_token_id": 2,
     "eos_token_id": EOS,
 }
+Options = dict[str, object]
 _VISION = {
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
@@ -41,40 +42,45 @@ _VISION = {
 }
 
 
-def _qwen3() -> nn.Module:
-    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**_TEXT))
+def _last(text: Options) -> int:
+    """Special tokens of image models are the last ones of the vocabulary."""
+    return int(str(text["vocab_size"]))
 
 
-def _qwen3_sliding() -> nn.Module:
+def _qwen3(text: Options) -> nn.Module:
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**text))
+
+
+def _qwen3_sliding(text: Options) -> nn.Module:
     layers = ["full_attention", "sliding_attention", "sliding_attention"]
     config = tf.Qwen3Config(
-        **_TEXT, use_sliding_window=True, sliding_window=WINDOW, layer_types=layers
+        **text, use_sliding_window=True, sliding_window=WINDOW, layer_types=layers
     )
     return tf.Qwen3ForCausalLM(config)
 
 
-def _llama() -> nn.Module:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**_TEXT))
+def _llama(text: Options) -> nn.Module:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**text))
 
 
-def _gemma2() -> nn.Module:
-    config = tf.Gemma2Config(**_TEXT, sliding_window=WINDOW, query_pre_attn_scalar=8)
+def _gemma2(text: Options) -> nn.Module:
+    config = tf.Gemma2Config(**text, sliding_window=WINDOW, query_pre_attn_scalar=8)
     return tf.Gemma2ForCausalLM(config)
 
 
-def _gemma3() -> nn.Module:
+def _gemma3(text: Options) -> nn.Module:
     layers = ["sliding_attention", "sliding_attention", "full_attention"]
     config = tf.Gemma3TextConfig(
-        **_TEXT, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=layers
+        **text, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=layers
     )
     return tf.Gemma3ForCausalLM(config)
 
 
-def _mistral() -> nn.Module:
-    return tf.MistralForCausalLM(tf.MistralConfig(**_TEXT, sliding_window=WINDOW))
+def _mistral(text: Options) -> nn.Module:
+    return tf.MistralForCausalLM(tf.MistralConfig(**text, sliding_window=WINDOW))
 
 
-def _ministral3() -> nn.Module:
+def _ministral3(text: Options) -> nn.Module:
     rope = {
         "rope_type": "yarn",
         "rope_theta": 1e6,
@@ -86,24 +92,24 @@ def _ministral3() -> nn.Module:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    config = tf.Ministral3Config(**_TEXT, rope_parameters=rope, sliding_window=None)
+    config = tf.Ministral3Config(**text, rope_parameters=rope, sliding_window=None)
     return tf.Ministral3ForCausalLM(config)
 
 
-def _mistral3() -> nn.Module:
+def _mistral3(text: Options) -> nn.Module:
     config = tf.Mistral3Config(
-        text_config=tf.MistralConfig(**_TEXT, sliding_window=None),
+        text_config=tf.MistralConfig(**text, sliding_window=None),
         vision_config=tf.PixtralVisionConfig(**_VISION, head_dim=8),
-        image_token_id=VOCABULARY - 1,
+        image_token_id=_last(text) - 1,
     )
     return tf.Mistral3ForConditionalGeneration(config)
 
 
-def _qwen25_vl() -> nn.Module:
-    text = {name: value for name, value in _TEXT.items() if name != "head_dim"}
+def _qwen25_vl(text: Options) -> nn.Module:
+    inner = {name: value for name, value in text.items() if name != "head_dim"}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
     config = tf.Qwen2_5_VLConfig(
-        text_config={**text, "rope_parameters": rope},
+        text_config={**inner, "rope_parameters": rope},
         vision_config={
             "depth": 1,
             "hidden_size": HIDDEN,
@@ -112,26 +118,26 @@ def _qwen25_vl() -> nn.Module:
             "out_hidden_size": HIDDEN,
             "fullatt_block_indexes": [0],
         },
-        vision_start_token_id=VOCABULARY - 4,
-        vision_end_token_id=VOCABULARY - 3,
-        video_token_id=VOCABULARY - 2,
-        image_token_id=VOCABULARY - 1,
+        vision_start_token_id=_last(text) - 4,
+        vision_end_token_id=_last(text) - 3,
+        video_token_id=_last(text) - 2,
+        image_token_id=_last(text) - 1,
     )
     return tf.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _gemma3_vl() -> nn.Module:
+def _gemma3_vl(text: Options) -> nn.Module:
     layers = ["sliding_attention", "sliding_attention", "full_attention"]
-    text = tf.Gemma3TextConfig(
-        **_TEXT, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=layers
+    inner = tf.Gemma3TextConfig(
+        **text, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=layers
     )
     config = tf.Gemma3Config(
-        text_config=text,
+        text_config=inner,
         vision_config=tf.SiglipVisionConfig(**_VISION),
         mm_tokens_per_image=4,
-        image_token_index=VOCABULARY - 1,
-        boi_token_index=VOCABULARY - 2,
-        eoi_token_index=VOCABULARY - 3,
+        image_token_index=_last(text) - 1,
+        boi_token_index=_last(text) - 2,
+        eoi_token_index=_last(text) - 3,
     )
     return tf.Gemma3ForConditionalGeneration(config)
 
@@ -141,7 +147,7 @@ def _t5(kind: type[nn.Module], config: type) -> nn.Module:
     return kind(config(vocab_size=VOCABULARY, **options))
 
 
-DECODERS: dict[str, Callable[[], nn.Module]] = {
+DECODERS: dict[str, Callable[[Options], nn.Module]] = {
     "qwen3": _qwen3,
     "qwen3-sliding": _qwen3_sliding,
     "qwen2.5-vl": _qwen25_vl,
@@ -153,21 +159,28 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "gemma3-vl": _gemma3_vl,
     "llama": _llama,
 }
-ENCODERS: dict[str, Callable[[], nn.Module]] = {
-    "t5": lambda: _t5(tf.T5EncoderModel, tf.T5Config),
-    "umt5": lambda: _t5(tf.UMT5EncoderModel, tf.UMT5Config),
+ENCODERS: dict[str, Callable[[Options], nn.Module]] = {
+    "t5": lambda _: _t5(tf.T5EncoderModel, tf.T5Config),
+    "umt5": lambda _: _t5(tf.UMT5EncoderModel, tf.UMT5Config),
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+def build(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, vocabulary: int = VOCABULARY
+) -> nn.Module:
     """A tiny model of that name, eval mode, on the CPU; the same weights for the same seed."""
-    model = {**DECODERS, **ENCODERS}[name]().eval()
+    model = {**DECODERS, **ENCODERS}[name]({**_TEXT, "vocab_size": vocabulary})
+    return spread(model.eval(), seed).to(dtype)
+
+
+def spread(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model with every matrix drawn anew."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5, generator=generator)
-    return model.to(dtype)
+    return model
 
 
 def prompts(lengths: list[int], *, seed: int = 0, side: str = "left") -> dict[str, torch.Tensor]:

@@ -1,0 +1,172 @@
+"""What decode graphs do not have goes to transformers, with the reason named, never ignored."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_llms
+import torch
+import transformers as tf
+from transformers.generation import stopping_criteria
+
+from dit_graphs import Reason
+from dit_graphs.pipelines.text_encoder.arguments import Refused, left_lengths
+from dit_graphs.pipelines.text_encoder.causal_lm import why_not
+from dit_graphs.pipelines.text_encoder.masks import cache_argument
+
+
+class _EveryToken(tf.LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores.roll(1, dims=-1)
+
+
+class _Never(stopping_criteria.StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+UNSUPPORTED = {
+    "num_beams=2": {"num_beams": 2},
+    "prompt_lookup_num_tokens=2": {"prompt_lookup_num_tokens": 2},
+    "return_dict_in_generate=True": {"return_dict_in_generate": True},
+    "use_cache=False": {"use_cache": False},
+    "cache_implementation='static'": {"cache_implementation": "static"},
+    "_EveryToken in this place": {"logits_processor": [_EveryToken()]},
+    "MinPLogitsWarper in this place": {"do_sample": True, "min_p": 0.1},
+    "NoRepeatNGramLogitsProcessor in this place": {"no_repeat_ngram_size": 2},
+    "MinLengthLogitsProcessor in this place": {"min_new_tokens": 4},
+    "_Never": {"stopping_criteria": [_Never()]},
+    "MaxTimeCriteria": {"max_time": 60.0},
+}
+
+
+def generate_both(generator, model, batch, **options):
+    options = {"max_new_tokens": 10, "do_sample": False, **options}
+    results = []
+    for generate in (model.generate, generator):
+        torch.manual_seed(0)
+        found = generate(**batch, **options)
+        results.append(found if isinstance(found, torch.Tensor) else found.sequences)
+    return results
+
+
+@pytest.mark.parametrize("detail", UNSUPPORTED)
+def test_an_argument_without_a_graph_is_transformers_own_and_named(recorded, qwen3, detail):
+    generator = recorded(qwen3)
+    batch = tiny_llms.prompts([6] if "lookup" in detail else [6, 3])
+    expected, written = generate_both(generator, qwen3, batch, **UNSUPPORTED[detail])
+    assert torch.equal(written, expected)
+    stats = generator.runner.stats
+    assert stats.fallbacks == {Reason.GENERATE_ARGUMENT: 1}
+    assert stats.details[Reason.GENERATE_ARGUMENT] == detail
+    assert stats.replays == 0
+
+
+def test_a_streamer_gets_its_tokens(recorded, qwen3):
+    class Streamer:
+        def __init__(self):
+            self.put_count = 0
+
+        def put(self, value):
+            self.put_count += 1
+
+        def end(self):
+            pass
+
+    streamer, generator = Streamer(), recorded(qwen3)
+    generator(**tiny_llms.prompts([6]), max_new_tokens=5, do_sample=False, streamer=streamer)
+    assert streamer.put_count == 6  # the prompt and five tokens
+    assert generator.runner.stats.details[Reason.GENERATE_ARGUMENT] == "streamer"
+
+
+def test_a_cache_that_is_filled_is_gone_on_with_by_transformers(recorded, qwen3):
+    batch = tiny_llms.prompts([6])
+    results = []
+    generator = recorded(qwen3)
+    name = cache_argument(type(qwen3).forward)
+    for generate in (qwen3.generate, generator):
+        cache = {name: tf.DynamicCache(config=qwen3.config)}
+        qwen3(input_ids=batch["input_ids"][:, :5], use_cache=True, **cache)
+        results.append(generate(**batch, max_new_tokens=6, do_sample=False, **cache))
+    assert torch.equal(*results)
+    assert Reason.GENERATE_ARGUMENT in generator.runner.stats.fallbacks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"temperature": 0.6, "do_sample": True},
+        {"repetition_penalty": 1.4},
+        {"max_length": 14, "max_new_tokens": None},
+        {"eos_token_id": [4, 7], "pad_token_id": 0},
+        {
+            "generation_config": tf.GenerationConfig(
+                max_new_tokens=7, eos_token_id=1, pad_token_id=0
+            )
+        },
+    ],
+    ids=str,
+)
+def test_what_is_supported_is_written_from_graphs(recorded, qwen3, options):
+    generator = recorded(qwen3)
+    expected, written = generate_both(generator, qwen3, tiny_llms.prompts([6, 3]), **options)
+    assert torch.equal(written, expected)
+    assert set(generator.runner.stats.fallbacks) == {Reason.WARMING_UP}
+    assert generator.runner.stats.replays > 0
+
+
+def test_a_positional_prompt_without_a_mask(recorded, qwen3):
+    generator = recorded(qwen3)
+    ids = tiny_llms.prompts([6])["input_ids"]
+    expected = qwen3.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(generator(ids, max_new_tokens=6, do_sample=False), expected)
+    assert generator.runner.stats.replays == 4
+
+
+def test_right_padding_is_refused_with_what_to_do(recorded, qwen3):
+    generator = recorded(qwen3)
+    batch = tiny_llms.prompts([6, 3], side="right")
+    expected, written = generate_both(generator, qwen3, batch)
+    assert torch.equal(written, expected)  # transformers' own answer, with its own warning
+    assert "padding_side='left'" in generator.runner.stats.details[Reason.PADDING]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1, 1, 0]], "right padding"),
+        ([[1, 0, 1]], "holes"),
+        ([[0, 0, 0]], "without any token"),
+        ([[1, 1]], "another shape"),
+    ],
+)
+def test_masks_that_are_no_left_padding(mask, message):
+    with pytest.raises(Refused, match=message):
+        left_lengths(torch.ones(1, 3, dtype=torch.long), torch.tensor(mask))
+
+
+def test_left_padding_is_read():
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
+    assert left_lengths(torch.ones(3, 3, dtype=torch.long), mask) == (2, 3, 1)
+    assert left_lengths(torch.ones(3, 3, dtype=torch.long), None) == (3, 3, 3)
+
+
+def test_models_that_cannot_be_decoded_over_slots_say_why(recorded):
+    model = tiny_llms.build("qwen3")
+    model.set_attn_implementation("flex_attention")
+    assert why_not(model) == "attention 'flex_attention'; sdpa and eager can be decoded over slots"
+    bidirectional = tiny_llms.build("gemma3")
+    bidirectional.config.use_bidirectional_attention = True
+    assert why_not(bidirectional) == "text attention is bidirectional"
+    encoder_decoder = tf.T5ForConditionalGeneration(
+        tf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+                    decoder_start_token_id=0)
+    ).eval()  # fmt: skip
+    generator = recorded(encoder_decoder)
+    for seed in (1, 2, 1):  # A, B, A
+        batch = tiny_llms.prompts([6, 4], seed=seed, side="right")
+        batch["input_ids"] = batch["input_ids"] % 64
+        expected, written = generate_both(generator, encoder_decoder, batch)
+        assert torch.equal(written, expected)
+    assert generator.runner.stats.fallbacks == {Reason.UNSUPPORTED_MODEL: 3}

@@ -1,0 +1,169 @@
+"""When a decode graph must not be used: weights moved, graphs that do nothing, switches, memory."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_llms
+import torch
+
+from dit_graphs import ConfigError, FallbackError, GraphConfig, GraphError, Reason
+from dit_graphs.backends.recorded import RecordedRecording
+from dit_graphs.llm import DecodeRunner, Prompt, Sampling, SlotCache
+from dit_graphs.llm.kv import LayerLayout
+from dit_graphs.pipelines.text_encoder.causal_lm import CausalLM
+from dit_graphs.pipelines.text_encoder.generate import TextGenerator
+
+
+def both(generator, model, **kwargs):
+    batch = tiny_llms.prompts([9, 4])
+    options = {"max_new_tokens": 12, "do_sample": False, **kwargs}
+    return generator(**batch, **options), model.generate(**batch, **options)
+
+
+def test_weights_changed_in_place_are_seen_by_the_same_graph(recorded):
+    model = tiny_llms.build("qwen3")
+    generator = recorded(model)
+    first, _ = both(generator, model)
+    model.model.layers[1].mlp.down_proj.weight.mul_(-1.5)
+    second, expected = both(generator, model)
+    assert torch.equal(second, expected) and not torch.equal(first, second)
+    assert generator.runner.stats.captures == 2
+
+
+def test_weights_at_another_address_drop_the_graphs(recorded):
+    model = tiny_llms.build("qwen3")
+    generator = recorded(model)
+    both(generator, model)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = weight.data * -1.5
+    written, expected = both(generator, model)
+    assert torch.equal(written, expected)
+    assert generator.runner.stats.invalidations == 1 and generator.runner.stats.captures == 4
+
+
+def test_a_graph_that_does_nothing_is_never_trusted(recorded, qwen3, monkeypatch):
+    monkeypatch.setattr(RecordedRecording, "replay", lambda self: None)
+    generator = recorded(qwen3)
+    written, expected = both(generator, qwen3)
+    assert torch.equal(written, expected)
+    assert generator.runner.stats.replays == 0
+    assert Reason.VERIFY_MISMATCH in generator.runner.stats.fallbacks
+
+
+def test_verify_always_compares_every_step_and_false_none(recorded, qwen3):
+    always, never = recorded(qwen3, verify="always"), recorded(qwen3, verify=False)
+    for generator in (always, never):
+        written, expected = both(generator, qwen3)
+        assert torch.equal(written, expected)
+    assert always.runner.stats.replays == 0 and always.runner.stats.compares == 11 + 12
+    assert never.runner.stats.replays == 11 and never.runner.stats.compares == 0
+
+
+def test_switches_lead_to_transformers_own_loop(recorded, qwen3, monkeypatch):
+    generator = recorded(qwen3)
+    with generator.runner.switched_off():
+        assert torch.equal(*both(generator, qwen3))
+    monkeypatch.setenv("DIT_GRAPHS", "off")
+    assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.fallbacks == {Reason.DISABLED: 1, Reason.KILL_SWITCH: 1}
+    assert generator.runner.cache is None
+
+
+def test_auto_on_a_cpu_is_transformers_own_loop(qwen3):
+    generator = TextGenerator(qwen3, qwen3.generate, GraphConfig())
+    assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.fallbacks == {Reason.NO_CUDA: 1}
+
+
+def test_phases_choose_their_backends_alone(qwen3):
+    config = GraphConfig(backend={"decode": "recorded", "prefill": "off"})
+    generator = TextGenerator(qwen3, qwen3.generate, config)
+    for _ in range(4):
+        assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.replays > 40
+    assert generator.prefill.stats.fallbacks == {Reason.DISABLED: 4}
+
+
+def test_warmup_only_captures_in_a_warm_up_only(recorded, qwen3):
+    generator = recorded(qwen3, capture="warmup_only")
+    assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.captures == 0
+    with generator.runner.warming_up():
+        both(generator, qwen3)
+    assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.captures == 2 and generator.runner.stats.replays == 10 + 11
+
+
+def test_strict_raises_with_the_argument_named(recorded, qwen3):
+    generator = recorded(qwen3, strict=True)
+    with pytest.raises(FallbackError, match="num_beams=2"):
+        both(generator, qwen3, num_beams=2)
+
+
+def test_dropped_graphs_come_back(recorded, qwen3):
+    generator = recorded(qwen3)
+    both(generator, qwen3)
+    assert generator.runner.drop_graphs() == 2
+    assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.captures == 4
+
+
+def test_closing_gives_every_byte_back(recorded, qwen3):
+    generator = recorded(qwen3)
+    both(generator, qwen3)
+    generator.close()
+    report = generator.runner.report()
+    assert report["kv_bytes"] == 0 and report["row_bytes"] == 0 and report["graphs"] == []
+    assert torch.equal(*both(generator, qwen3))
+
+
+def test_out_of_memory_names_the_sizes_to_lower(recorded, qwen3, monkeypatch, caplog):
+    def full(self, slots, length):
+        self.release()
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(SlotCache, "allocate", full)
+    generator = recorded(qwen3)
+    assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.fallbacks == {Reason.OUT_OF_MEMORY: 1}
+    assert generator.runner.stats.details[Reason.OUT_OF_MEMORY].startswith("max_size['decode']")
+
+
+def prompt(lengths=(3,), width=3):
+    return Prompt(
+        lengths=lengths, width=width, table=lambda: torch.zeros(1, len(lengths), 1).long()
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (prompt(), {"max_new_tokens": 0}, "max_new_tokens"),
+        (prompt((3, 0)), {"max_new_tokens": 4}, "empty"),
+        (prompt((3, 3, 3)), {"max_new_tokens": 4}, "max_size"),
+        (prompt(), {"max_new_tokens": 4, "eos": range(20)}, "end tokens"),
+    ],
+)
+def test_a_call_that_cannot_work_raises_before_any_work(qwen3, given, options, message):
+    config = GraphConfig(backend="recorded", max_size={"decode": 2})
+    runner = DecodeRunner(CausalLM(qwen3), config)
+    with pytest.raises(GraphError, match=message):
+        runner.generate(given, lambda store: pytest.fail("the model ran"), **options)
+    assert runner.cache is None or runner.cache.slots == 0
+
+
+def test_a_layer_that_was_not_laid_out_is_an_error():
+    cache = SlotCache([LayerLayout(1, 4, 4, torch.float32)], torch.device("cpu"))
+    cache.allocate(2, 16)
+    keys = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(GraphError, match="layer 1 of 1"):
+        cache.write(1, keys, keys, torch.zeros(1, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 1.5}, {"repetition_penalty": 0.0}],
+)
+def test_sampling_values_are_checked(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Sampling(do_sample=True, **wrong)
