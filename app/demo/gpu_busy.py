@@ -20,10 +20,14 @@ Interval = tuple[float, float]
 
 
 class BusyMeter:
-    """Queues a marker at each stage's end; `busy_ms` is per stage once the block has ended."""
+    """Queues a marker at each stage's end; `stages` is filled once the block has ended.
+
+    `stages`: (busy, length) of each stage in milliseconds of the device's clock, None where
+    nothing was measured.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.busy_ms: list[float] | None = None
+        self.stages: list[Interval] | None = None
         self.problem = ""
         self._device = device
 
@@ -38,7 +42,7 @@ class BusyMeter:
 def busy_meter(device: torch.device, *, is_on: bool = True) -> Iterator[BusyMeter]:
     """Kernels of the block are traced on a CUDA device; a tracer that fails costs the numbers only.
 
-    Elsewhere, or where it is off, nothing is measured and `busy_ms` stays None.
+    Elsewhere, or where it is off, nothing is measured and `stages` stays None.
     """
     meter = BusyMeter(device)
     if device.type != "cuda" or not is_on:
@@ -55,7 +59,7 @@ def busy_meter(device: torch.device, *, is_on: bool = True) -> Iterator[BusyMete
         torch.cuda.synchronize(device)  # sync: the last kernels must be in the trace
         tracer.stop()
         try:
-            meter.busy_ms = busy_between_markers(_kernels(tracer))
+            meter.stages = busy_between_markers(_kernels(tracer))
         except (AttributeError, RuntimeError) as error:
             meter.problem = str(error)
 
@@ -70,13 +74,13 @@ def _kernels(tracer: object) -> list[tuple[str, Interval]]:
     ]
 
 
-def busy_between_markers(kernels: Iterable[tuple[str, Interval]]) -> list[float]:
-    """Milliseconds in which at least one kernel ran, for each gap between two markers."""
+def busy_between_markers(kernels: Iterable[tuple[str, Interval]]) -> list[Interval]:
+    """(ms in which at least one kernel ran, ms in all) of each gap between two markers."""
     ordered = sorted(kernels, key=lambda item: item[1])
     markers = [span for name, span in ordered if _MARKER in name]
     others = [span for name, span in ordered if _MARKER not in name]
     edges = [start for start, _ in markers]
-    return [_covered(others, low, high) for low, high in pairwise(edges)]
+    return [(_covered(others, low, high), high - low) for low, high in pairwise(edges)]
 
 
 def _covered(spans: list[Interval], low: float, high: float) -> float:

@@ -86,23 +86,25 @@ def _summary(trace: RunTrace) -> str:
 def _gpu_lane(trace: RunTrace, total: float) -> str:
     if trace.device != "cuda":
         return '<div class="dg-lane dg-none-lane">no GPU: busy/idle not measured</div>'
-    measured = [(span, span.busy_ms) for span in trace.spans if span.busy_ms is not None]
+    measured = [(span, span.gpu) for span in trace.spans if span.gpu is not None]
     if not measured:
         return '<div class="dg-lane dg-none-lane">busy/idle not measured in this run</div>'
     parts = []
-    for span, busy in measured:
-        length = span.end_ms - span.start_ms
-        share = min(1.0, busy / length) if length else 0.0
-        left, width = 100 * span.start_ms / total, 100 * length / total
+    for span, (busy, length) in measured:
+        share = busy / length if length else 0.0
+        left, width = 100 * span.start_ms / total, 100 * (span.end_ms - span.start_ms) / total
         parts.append(
             f'<span class="dg-gpu" style="left:{left:.3f}%;width:{width:.3f}%" '
-            f'title="{text(_name(span))}: GPU busy {share:.0%}">'
+            f'title="{text(_name(span))}: GPU busy {share:.0%}, idle {1 - share:.0%}">'
             f'<i class="dg-busy" style="width:{100 * share:.1f}%"></i></span>'
         )
-    share = sum(busy for _, busy in measured) / total
-    label = f"GPU busy {min(share, 1.0):.0%} of the run, idle {max(1 - share, 0.0):.0%}"
+    whole = sum(length for _, (_, length) in measured) or 1.0
+    share = sum(busy for _, (busy, _) in measured) / whole
+    label = f"GPU busy {share:.0%} of the run, idle {1 - share:.0%}"
+    lane = "".join(parts)
     return (
-        f'<div class="dg-lane dg-gpu-lane" role="img" aria-label="{label}">{"".join(parts)}</div>'
+        f'<div class="dg-lane dg-gpu-lane" role="img" aria-label="{label}">{lane}'
+        f'<span class="dg-gpu-words" aria-hidden="true">{label}</span></div>'
     )
 
 
@@ -128,7 +130,7 @@ def _numbers(trace: RunTrace) -> str:
         [
             text(_name(span)),
             millis(span.end_ms - span.start_ms),
-            millis(span.busy_ms),
+            millis(span.gpu[0] if span.gpu is not None else None),
             "; ".join(
                 f"{text(label)}: {text(_calls_words(calls))}" for label, calls in span.calls.items()
             )

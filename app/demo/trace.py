@@ -43,7 +43,7 @@ class Calls:
 class Span:
     """One stage of a run: "encode", "step" `index` (from 1) or "decode"; times in milliseconds.
 
-    `busy_ms` is the time the GPU computed, None where it was not measured.
+    `gpu` is (busy, length) of the stage on the device's own clock, None where not measured.
     """
 
     stage: str
@@ -51,7 +51,7 @@ class Span:
     start_ms: float
     end_ms: float
     calls: Mapping[str, Calls]
-    busy_ms: float | None = None
+    gpu: tuple[float, float] | None = None
 
     @property
     def total(self) -> Calls:
@@ -91,12 +91,12 @@ class RunTrace:
                 totals[label] = totals.get(label, Calls()) + calls
         return totals
 
-    def with_busy(self, busy_ms: list[float] | None) -> RunTrace:
-        """The trace with the measured busy time of each span; unchanged where the counts differ."""
-        if busy_ms is None or len(busy_ms) != len(self.spans):
+    def with_gpu(self, stages: list[tuple[float, float]] | None) -> RunTrace:
+        """The trace with what was measured of each span; unchanged where the counts differ."""
+        if stages is None or len(stages) != len(self.spans):
             return self
-        pairs = zip(self.spans, busy_ms, strict=True)
-        return replace(self, spans=tuple(replace(span, busy_ms=busy) for span, busy in pairs))
+        pairs = zip(self.spans, stages, strict=True)
+        return replace(self, spans=tuple(replace(span, gpu=stage) for span, stage in pairs))
 
 
 _Counts = tuple[int, "Counter[Reason]", int]

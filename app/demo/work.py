@@ -133,7 +133,7 @@ def run_once(
     return Finished(
         item=item,
         request=request,
-        trace=recorder.trace(title).with_busy(meter.busy_ms),
+        trace=recorder.trace(title).with_gpu(meter.stages),
         snapshot=studio.refresh(),
         line=item.graph_use.line(loaded.device),
         note=guidance_note(pipe, request) or "",

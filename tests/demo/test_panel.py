@@ -72,9 +72,11 @@ def test_without_a_gpu_nothing_is_said_about_busy_or_idle() -> None:
 
 
 def test_with_a_gpu_busy_and_idle_add_up() -> None:
-    trace = RunTrace(SPANS, "cuda").with_busy([10.0, 30.0, 40.0, 40.0, 80.0])
+    trace = RunTrace(SPANS, "cuda").with_gpu(
+        [(10.0, 100.0), (30.0, 100.0), (40.0, 40.0), (40.0, 40.0), (80.0, 120.0)]
+    )
     assert 'aria-label="GPU busy 50% of the run, idle 50%"' in timeline_html(trace)
-    assert TRACE.with_busy([1.0]) is TRACE  # counts that do not fit are not shown
+    assert TRACE.with_gpu([(1.0, 2.0)]) is TRACE  # counts that do not fit are not shown
 
 
 def test_hits_and_misses_with_reasons_in_words() -> None:

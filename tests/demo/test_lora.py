@@ -1,0 +1,99 @@
+"""LoRA from the page: it acts, its strength acts, and taking it away leaves nothing (B22, B24)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from demo_studio import a_form, run_job, studio_of
+from diffusers import ZImagePipeline
+
+from dit_graphs.app.demo import work
+from dit_graphs.app.demo.form import restore_form
+from dit_graphs.app.demo.stage import details_html
+from dit_graphs.app.demo.studio import Studio
+from dit_graphs.app.demo.work import Finished
+from dit_graphs.pipelines.generate import InputError
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of the tiny Z-Image with weights large enough to be seen."""
+    peft = pytest.importorskip("peft")
+    transformer = tiny.build("z-image").transformer
+    transformer.add_adapter(
+        peft.LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v"])
+    )
+    torch.manual_seed(0)
+    for name, parameter in transformer.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    folder = tmp_path_factory.mktemp("lora")
+    layers = peft.get_peft_model_state_dict(transformer)
+    ZImagePipeline.save_lora_weights(folder, transformer_lora_layers=layers)
+    return folder / "pytorch_lora_weights.safetensors"
+
+
+def _draw(studio: Studio, lora: str, steps: int = 3) -> Finished:
+    job = run_job(studio, lambda job: work.generate(studio, a_form(lora=lora, steps=steps), job))
+    (finished,) = job.results
+    assert isinstance(finished, Finished)
+    return finished
+
+
+def _pixels(finished: Finished) -> bytes:
+    return finished.item.media[0].frames[0].tobytes()
+
+
+def test_strengths_act_and_come_back_and_none_is_the_base_model(weights: Path) -> None:
+    with studio_of() as studio:
+        lines = ("", f"{weights}:1", f"{weights}:0.5", f"{weights}:0", f"{weights}:1", "")
+        made = [_draw(studio, lora) for lora in lines]
+        base, full, half, nothing, again, after = map(_pixels, made)
+        assert len({base, full, half}) == 3
+        assert nothing == base
+        assert again == full
+        assert after == base
+        assert made[1].item.record["model"]["lora"] == [f"{weights}:1.0"]  # type: ignore[index,call-overload]
+        assert "lora" not in made[5].item.record["model"]  # type: ignore[operator]
+        assert "pytorch_lora_weights.safetensors:0.5" in details_html(made[2])
+        restored = restore_form(
+            made[2].item.files[0], studio.plans, studio.model_name, "ZImagePipeline"
+        )
+        assert restored.form.lora == f"{weights}:0.5"
+
+
+def test_graphs_with_a_lora_draw_what_plain_calls_draw(weights: Path) -> None:
+    from dit_graphs.pipelines import disabled
+
+    with studio_of() as studio:
+        _draw(studio, f"{weights}:0.7")
+        graphs = _draw(studio, f"{weights}:0.7")
+        assert graphs.trace.calls["denoiser"].num_eager == 0
+        with disabled(studio.pipe):
+            plain = _draw(studio, f"{weights}:0.7")
+    assert _pixels(graphs) == _pixels(plain)
+
+
+@pytest.mark.parametrize("lora", ["/nowhere/x.safetensors:1", "x:y:z", ":1"])
+def test_a_lora_that_is_not_there_is_an_error_and_the_base_model_stays(lora: str) -> None:
+    with studio_of() as studio:
+        base = _draw(studio, "")
+        with pytest.raises(InputError) as caught:
+            _draw(studio, lora)
+        assert caught.value.option == "lora"
+        assert _pixels(_draw(studio, "")) == _pixels(base)
+
+
+def test_weights_of_another_model_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "other.safetensors"
+    save_file({"unet.nothing.lora_A.weight": torch.ones(2, 2)}, path)
+    with studio_of() as studio:
+        base = _draw(studio, "")
+        with pytest.raises(InputError, match=r"cannot be loaded|holds no weights"):
+            _draw(studio, f"{path}:1")
+        assert _pixels(_draw(studio, "")) == _pixels(base)
