@@ -14,6 +14,8 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
+from .module_state import is_ours
+
 __all__ = ["PythonState"]
 
 _OURS = "_compiled_call_impl"
@@ -81,14 +83,10 @@ class PythonState:
                 self._keep(f"{path}[{index}]", item, depth - 1)
         elif isinstance(value, set):
             self._sets.append((path, value, set(value)))
-        elif not (hasattr(value, "__code__") or hasattr(value, "__func__") or _is_ours(value)):
+        elif not (hasattr(value, "__code__") or hasattr(value, "__func__") or is_ours(value)):
             own = getattr(value, "__dict__", None)
             if isinstance(own, dict):
                 self._keep_dict(path, own, depth)
-
-
-def _is_ours(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _differs(name: str, held: dict[str, object], before: dict[str, object]) -> bool:

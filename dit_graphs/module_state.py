@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .tree import Identity, UnknownLeaf, freeze
 
-__all__ = ["ModuleState", "sweep"]
+__all__ = ["ModuleState", "is_ours", "sweep"]
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
@@ -86,7 +86,7 @@ class _Sweep:
     def attribute(self, name: str, value: object, depth: int = 0) -> None:
         if name in self.volatile:
             return
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) or is_ours(value):
             return
         found: list[Tensor] = []
         try:
@@ -115,6 +115,11 @@ class _Sweep:
         self.seen.add(id(value))
         for key, item in list(own.items()):
             self.attribute(f"{name}.{key}", item, depth + 1)
+
+
+def is_ours(value: object) -> bool:
+    """Whether the object was put there by this package: its counters are not the module's state."""
+    return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def callable_only(value: object) -> bool:

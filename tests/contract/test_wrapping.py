@@ -98,6 +98,7 @@ def test_methods_are_wrapped_and_unwrapped_as_instance_attributes(where: Where) 
             difference(vae.decode(z, return_dict=False), plain.decode(z, return_dict=False)) is None
         )
     assert runner_of(vae, "decode").stats.replays == 6
+    assert len(runner_of(vae, "decode").cache.entries) == 2, "our own counters are no state"
     assert runner_of(vae) is None
     assert vae.decode.__name__ == "decode"
     dit_graphs.unwrap(vae, method="decode")

@@ -1,0 +1,93 @@
+"""What users see of graphs: stats, explain, the log. Numbers are those of runs counted by hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import tiny
+import torch
+
+import dit_graphs
+
+
+def test_stats_are_plain_json_with_every_number() -> None:
+    pipe = tiny.build("flux")
+    dit_graphs.accelerate(pipe, backend="recorded")
+    assert dit_graphs.stats(pipe)["mode"] == "eager"
+    tiny.latents(pipe, tiny.call_kwargs("flux", size=32, steps=6))
+    found = json.loads(json.dumps(dit_graphs.stats(pipe)))
+    assert found["mode"] == "graphs"
+    denoiser = found["components"]["denoiser"]
+    # six steps: plain, observed, compared, three replays
+    assert (denoiser["captures"], denoiser["replays"], denoiser["eager_calls"]) == (1, 3, 3)
+    assert denoiser["fallbacks"] == {"warming_up": 3}
+    assert denoiser["evictions"] == denoiser["invalidations"] == 0
+    (graph,) = denoiser["graphs"]
+    assert set(graph) >= {
+        "signature",
+        "backend",
+        "segments",
+        "breaks",
+        "captured_fraction",
+        "nbytes",
+        "capture_ms",
+        "replays",
+        "eager_ms",
+        "replay_ms",
+        "verified",
+    }
+    assert graph["replays"] == 3
+    assert graph["nbytes"] > 0
+    assert graph["capture_ms"] > 0 and graph["eager_ms"] > 0 and graph["replay_ms"] > 0
+
+
+def test_signatures_are_named_as_a_user_thinks() -> None:
+    names = {}
+    for name in ("sdxl", "wan", "flux"):
+        pipe = tiny.build(name)
+        dit_graphs.accelerate(pipe, backend="recorded")
+        tiny.latents(pipe, tiny.call_kwargs(name, size=(32, 64), steps=3))
+        names[name] = dit_graphs.stats(pipe)["components"]["denoiser"]["graphs"][0]["signature"]
+    assert "4×8" in names["sdxl"] and "batch 2" in names["sdxl"]
+    assert "2 latent frames" in names["wan"]
+    assert "prompt 32 tokens" in names["flux"]
+    assert all("float32" in text for text in names.values())
+
+
+def test_explain_says_what_ran_what_did_not_and_how_they_differ() -> None:
+    pipe = tiny.build("sdxl")
+    dit_graphs.accelerate(pipe, backend="recorded")
+    tiny.latents(pipe, tiny.call_kwargs("sdxl", size=32, steps=5))
+    tiny.latents(pipe, tiny.call_kwargs("sdxl", size=48, steps=1))
+    text = dit_graphs.explain(pipe)
+    assert "denoiser: 2/6 (4 eager: warming_up) calls from graphs" in text
+    assert "recorded, 1 segments, 0 breaks, 100% captured" in text
+    assert "no graph for latent 6×6" in text
+    assert "2×4×4×4 float32 → 2×4×6×6 float32" in text, "the nearest signature's difference"
+
+
+def test_one_line_per_component_capture_and_request(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = tiny.build("flux")
+    with caplog.at_level(logging.INFO, logger="dit_graphs"):
+        dit_graphs.accelerate(pipe, backend="recorded")
+        told = [record.getMessage() for record in caplog.records]
+        assert "denoiser: recorded" in told
+        caplog.clear()
+        tiny.latents(pipe, tiny.call_kwargs("flux", size=32, steps=6))
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("denoiser")]
+    assert len(told) == 2, "one capture, one request; nothing per replay"
+    assert "captured" in told[0]
+    assert told[1] == "denoiser cpu recorder: 3/6 (3 eager: warming_up)"
+
+
+def test_auto_on_the_cpu_says_that_nothing_will_happen(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = tiny.build("flux")
+    with caplog.at_level(logging.WARNING, logger="dit_graphs"):
+        dit_graphs.accelerate(pipe)
+        tiny.latents(pipe, tiny.call_kwargs("flux", size=32, steps=3))
+    if not torch.cuda.is_available():
+        assert sum("no_cuda" in r.getMessage() for r in caplog.records) == 1
+        assert dit_graphs.stats(pipe)["components"]["denoiser"]["fallbacks"] == {"no_cuda": 3}
+        assert dit_graphs.stats(pipe)["mode"] == "eager"
