@@ -20,9 +20,12 @@ from .markup import text
 from .modes import Mode
 from .problems import problem_of
 from .stage import error_html, status_html
+from .starting import start_form
 from .studio import Studio
 
 __all__ = ["Filler", "form_of"]
+
+_NUMBERS = ("width", "height", "num_frames", "fps", "steps", "guidance", "count", "strength")
 
 
 def form_of(values: Sequence[object]) -> Form:
@@ -105,7 +108,8 @@ class Filler:
         )
         shown = self._shown(form.mode, is_tab_moved=True)
         # None empties the drop zone: the next file can be dropped at once.
-        return [form.mode.value, *_values(form), *shown, None, words]
+        values = _values(form, start_form(self.studio))
+        return [form.mode.value, *values, *shown, None, words]
 
     def switch(self, mode: Mode) -> Callable[[], list[object]]:
         """A handler that shows what `mode` takes."""
@@ -123,8 +127,13 @@ class Filler:
         return updates
 
 
-def _values(form: Form) -> list[object]:
+def _values(form: Form, start: Form) -> list[object]:
+    """What each field shows; a number the record left open is the one the pipeline took."""
     images = [*form.images, None, None]
     seed = "" if form.seed is None else str(int(form.seed))
     special = {"image": images[0], "image_2": images[1], "seed": seed}
-    return [special[name] if name in special else getattr(form, name) for name in FIELDS]
+    shown = {name: getattr(form, name) for name in FIELDS if name not in special} | special
+    for name in _NUMBERS:
+        if shown[name] is None:
+            shown[name] = getattr(start, name)
+    return [shown[name] for name in FIELDS]

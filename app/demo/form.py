@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from PIL import Image
+
 from dit_graphs.pipelines.generate import Adapter, GenerateRequest, InputError, Json, read_record
 
 from .modes import Mode, ModePlan
@@ -133,14 +135,15 @@ def restore_form(path: Path, plans: tuple[ModePlan, ...], model: str, pipeline: 
     missing = len(request.image) - len(images)
     if missing:
         notes.append(f"{missing} input picture(s) are not on this machine any more")
+    width, height = _size(path, request)
     mode = _mode_of(request, str(record.get("pipeline") or pipeline), plans)
     loras = cast(list[str], spec.get("lora") or [])
     form = Form(
         mode=mode,
         prompt=request.prompt or "",
         negative_prompt=request.negative_prompt or "",
-        width=request.width,
-        height=request.height,
+        width=width,
+        height=height,
         num_frames=request.num_frames,
         steps=request.num_inference_steps,
         guidance=request.guidance_scale,
@@ -153,6 +156,14 @@ def restore_form(path: Path, plans: tuple[ModePlan, ...], model: str, pipeline: 
         fps=request.fps,
     )
     return Restored(form, tuple(notes))
+
+
+def _size(path: Path, request: GenerateRequest) -> tuple[int | None, int | None]:
+    """The size that was asked for; of a picture whose size was left open, the one it has."""
+    if path.suffix.lower() != ".png" or (request.width and request.height):
+        return request.width, request.height
+    with Image.open(path) as picture:
+        return picture.size
 
 
 def _mode_of(request: GenerateRequest, pipeline: str, plans: tuple[ModePlan, ...]) -> Mode:

@@ -68,7 +68,7 @@ def _kernels(tracer: object) -> list[tuple[str, Interval]]:
     """(name, (start, end) in ms) of everything that ran on the device."""
     events = tracer.profiler.kineto_results.events()  # type: ignore[attr-defined]
     return [
-        (event.name(), (event.start_ns() / 1e6, event.end_ns() / 1e6))
+        (event.name(), (event.start_ns() / 1e6, (event.start_ns() + event.duration_ns()) / 1e6))
         for event in events
         if str(event.device_type()).endswith("CUDA")
     ]

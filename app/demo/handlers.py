@@ -82,11 +82,15 @@ class Handlers:
             return error_html(self._problem(job))
         if job.state is JobState.STOPPED:
             step = job.progress.step
-            kept = f" {plural(len(made), 'picture')} finished before that." if made else ""
+            kept = f" {plural(len(made), self._thing)} finished before that." if made else ""
             where = f" after step {step} of {job.progress.total}" if step else ""
             return status_html(f"Stopped{where}.{kept}")
         seconds = sum(finished.item.total_seconds for finished in made)
-        return status_html(f"Done: {plural(len(made), 'picture')} in {millis(seconds * 1e3)}.")
+        return status_html(f"Done: {plural(len(made), self._thing)} in {millis(seconds * 1e3)}.")
+
+    @property
+    def _thing(self) -> str:
+        return "video" if self.studio.is_video else "picture"
 
     def _panel(self, finished: Finished) -> str:
         return panel_html(finished.snapshot, finished.trace, finished.line)

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 
 import gradio as gr
 
-from dit_graphs.pipelines.generate import GenerateRequest
-
 from .compare_view import empty_comparison_html
-from .form import Form
 from .graphs_panel import panel_html
 from .markup import text
 from .modes import Mode
 from .stage import idle_html
+from .starting import start_form
 from .studio import Studio
 
 __all__ = ["FIELDS", "Parts", "build_parts"]
@@ -63,7 +61,7 @@ def build_parts(studio: Studio) -> Parts:
             _controls(parts, studio)
         with gr.Column(scale=1, min_width=420, elem_id="dg-work"):
             with gr.Tabs(elem_id="dg-views"):
-                with gr.Tab("Pictures", id="pictures"):
+                with gr.Tab("Videos" if studio.is_video else "Pictures", id="pictures"):
                     _pictures(parts, studio)
                 with gr.Tab("Compare", id="compare"):
                     _compare(parts)
@@ -122,19 +120,23 @@ def _controls(parts: Parts, studio: Studio) -> None:
     with gr.Row(elem_classes="dg-pair", visible="num_frames" in takes):
         fields["num_frames"] = _number("Frames", start.num_frames, "dg-frames")
         fields["fps"] = _number("Frames per second", start.fps, "dg-fps")
+    has_guidance = bool(takes & {"guidance_scale", "true_cfg_scale"})
     with gr.Row(elem_classes="dg-pair"):
         fields["steps"] = _number("Steps", start.steps, "dg-steps")
         fields["guidance"] = gr.Number(
-            label="Guidance", value=start.guidance, elem_id="dg-guidance", step=0.5, min_width=80
-        )
+            label="Guidance", value=start.guidance, elem_id="dg-guidance", step=0.5, min_width=80,
+            visible=has_guidance,
+        )  # fmt: skip
     with gr.Row(elem_classes="dg-pair"):
         # Text, because an empty number field is shown as 0, which is a seed too.
         fields["seed"] = gr.Textbox(
             label="Seed", value="", placeholder="random", max_lines=1, elem_id="dg-seed",
             min_width=80,
         )  # fmt: skip
-        fields["count"] = _number("Images", 1, "dg-count")
-    with gr.Accordion("LoRA", open=bool(start.lora), elem_id="dg-lora-box"):
+        fields["count"] = _number("Videos" if studio.is_video else "Images", 1, "dg-count")
+    with gr.Accordion(
+        "LoRA", open=bool(start.lora), visible=studio.takes_lora, elem_id="dg-lora-box"
+    ):
         fields["lora"] = gr.Textbox(
             label="Weights and strength", value=start.lora, lines=2, elem_id="dg-lora",
             placeholder="path/or/hub-id.safetensors:0.8", info="One PATH:SCALE per line.",
@@ -156,25 +158,6 @@ _HINTS = {
     Mode.EDIT: "Say what should change in the picture.",
     Mode.VIDEO: "A short film of the prompt.",
 }
-
-
-def start_form(studio: Studio) -> Form:
-    """What the page shows at first: the model folder's own defaults."""
-    known: dict[str, object] = {}
-    extra: dict[str, object] = {}
-    for name, value in studio.defaults.items():
-        (known if name in GenerateRequest.__slots__ else extra)[name] = value
-    request = GenerateRequest.from_mapping(known)
-    return Form(
-        width=request.width or (None if studio.is_video else 512),
-        height=request.height or (None if studio.is_video else 512),
-        num_frames=request.num_frames,
-        steps=request.num_inference_steps or 20,
-        guidance=request.guidance_scale,
-        strength=request.strength if request.strength is not None else 0.6,
-        lora="\n".join(str(adapter) for adapter in studio.start_adapters),
-        fps=request.fps or 16,
-    )
 
 
 def _number(label: str, value: float | None, elem_id: str) -> gr.Number:

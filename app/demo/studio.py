@@ -170,6 +170,11 @@ class Studio:
         return str(report.get("backend")) if isinstance(report, dict) else "off"
 
     @property
+    def takes_lora(self) -> bool:
+        """Whether LoRA weights can be loaded into the pipeline."""
+        return hasattr(self.pipe, "load_lora_weights")
+
+    @property
     def is_video(self) -> bool:
         """Whether the model makes videos."""
         return self.plans[0].mode is Mode.VIDEO

@@ -95,7 +95,8 @@ def generate(studio: Studio, form: Form, job: Job, *, measure_busy: bool = True)
         ready = prepare(studio, form)
         total = ready.request.num_images
         for index in range(total):
-            title = f"picture {index + 1} of {total}" if total > 1 else "picture"
+            thing = "video" if studio.is_video else "picture"
+            title = f"{thing} {index + 1} of {total}" if total > 1 else thing
             job.add(run_once(studio, ready, job, index, title=title, measure_busy=measure_busy))
 
 

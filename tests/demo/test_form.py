@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import diffusers
 import pytest
+import tiny
 from demo_studio import a_form, run_job, studio_of
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from dit_graphs.app.demo import work
 from dit_graphs.app.demo.filling import form_of
 from dit_graphs.app.demo.form import Form, Limits, adapters_of, request_of, restore_form, sizes_of
 from dit_graphs.app.demo.layout import FIELDS
 from dit_graphs.app.demo.modes import Mode, plans_of
+from dit_graphs.app.demo.starting import start_form
 from dit_graphs.pipelines.generate import InputError
 
 PLANS = plans_of(diffusers.ZImagePipeline)
@@ -123,3 +127,34 @@ def test_a_picture_from_elsewhere_is_refused(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(path)
     with pytest.raises(InputError, match="holds no record"):
         restore_form(path, PLANS, "m", "ZImagePipeline")
+
+
+@pytest.mark.parametrize(
+    ("name", "guidance", "steps", "frames"),
+    [("z-image", 5.0, 50, None), ("wan", 5.0, 50, 81), ("qwen-image", 4.0, 50, None)],
+)
+def test_the_page_starts_with_the_pipelines_own_defaults(
+    name: str, guidance: float, steps: int, frames: int | None
+) -> None:
+    """Gradio shows an empty number as 0, and 0 is a guidance too."""
+    with studio_of(pipe=tiny.build(name)) as studio:
+        form = start_form(studio)
+    assert (form.guidance, form.steps, form.num_frames) == (guidance, steps, frames)
+    assert form.width
+    assert form.height
+
+
+def test_a_size_that_was_left_open_is_read_from_the_picture(tmp_path: Path) -> None:
+    record = {
+        "format": 1,
+        "pipeline": "ZImagePipeline",
+        "model": {"model": "m"},
+        "request": {"prompt": "x", "seed": 1},
+    }
+    info = PngInfo()
+    info.add_itxt("dit-graphs", json.dumps(record))
+    path = tmp_path / "a.png"
+    Image.new("RGB", (48, 32)).save(path, pnginfo=info)
+    restored = restore_form(path, PLANS, "m", "ZImagePipeline")
+    assert (restored.form.width, restored.form.height) == (48, 32)
+    assert restored.notes == ()

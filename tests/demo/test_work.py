@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from demo_studio import a_form, run_job, studio_of
 from PIL import Image
@@ -19,6 +20,7 @@ from dit_graphs.app.demo.compare_view import comparison_html
 from dit_graphs.app.demo.jobs import Job, JobState
 from dit_graphs.app.demo.modes import Mode
 from dit_graphs.app.demo.problems import problem_of
+from dit_graphs.app.demo.stage import details_html
 from dit_graphs.app.demo.studio import Studio
 from dit_graphs.app.demo.work import Finished, Warmed
 from dit_graphs.backends.recorded import RecordedRecording
@@ -251,3 +253,20 @@ def test_compare_shows_a_wrong_graph_in_red(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_request_for_a_mode_the_model_lacks_is_refused() -> None:
     with studio_of() as studio, pytest.raises(InputError, match="text to image, image to image"):
         _generate(studio, mode=Mode.VIDEO)
+
+
+def test_b53_an_edit_says_which_size_it_really_has(tmp_path: Path) -> None:
+    """Two references of unequal, odd sizes; a size asked for that the pipeline rounds."""
+    paths = []
+    for number, size in enumerate([(97, 81), (80, 64)]):
+        paths.append(tmp_path / f"{number}.png")
+        Image.new("RGB", size, "orange").save(paths[-1])
+    extra = '{"max_sequence_length": 64, "text_encoder_out_layers": [1, 2, 3]}'
+    fields = {"mode": Mode.EDIT, "images": tuple(map(str, paths)), "extra": extra, "steps": 2}
+    with studio_of(pipe=tiny.build("flux2-klein")) as studio:
+        (finished,) = _generate(studio, width=72, height=64, **fields)
+        width, height = finished.item.media[0].frames[0].size
+        assert (width, height) != (72, 64)
+        assert f"{width}×{height} (asked for 72×64)" in details_html(finished)
+        (exact,) = _generate(studio, width=64, height=64, **fields)
+        assert "asked for" not in details_html(exact)
