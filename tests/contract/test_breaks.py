@@ -200,6 +200,32 @@ def test_intermediates_given_to_a_break_are_the_replays_own(breaking: Where) -> 
     assert twin.replays == 4
 
 
+def test_a_break_argument_outlives_the_module_that_forgot_it(breaking: Where) -> None:
+    """The table lies outside the pool: a recording that only borrowed it reads freed memory."""
+    scale = eager_on_graph(lambda h, table: h * table)
+
+    class OneSlot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = 0
+            self.table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.size != x.shape[0]:
+                self.size = x.shape[0]
+                self.table = torch.linspace(1, 2, self.size, device=x.device)[:, None]
+            return scale(x.sin(), self.table) + 1
+
+    twin = Twin(OneSlot(), breaking)
+    for index in range(8):
+        for size in (3, 5):
+            twin(breaking.randn(size, 8, seed=index))
+            junk = [torch.full((n, 1), float("nan"), device=breaking.device) for n in (3, 5)]
+            del junk
+    assert twin.graphs == 2
+    assert twin.replays >= 6
+
+
 class Attends(nn.Module):
     """[B, L, 8] to [B, L, 8], two heads."""
 

@@ -93,7 +93,8 @@ def test_a_constant_written_by_the_forward_is_whole_on_every_replay(where: Where
     assert twin.replays == 4
 
 
-def test_a_cached_constant_makes_the_second_call_shorter(where: Where) -> None:
+@pytest.mark.parametrize("capture", ["second_use", "first_use"])
+def test_a_cached_constant_makes_the_second_call_shorter(where: Where, capture: str) -> None:
     """Handed back by call order, the second line's constant would be the first line's."""
 
     class Lazy(nn.Module):
@@ -108,12 +109,15 @@ def test_a_cached_constant_makes_the_second_call_shorter(where: Where) -> None:
             shift = torch.tensor([-3.0, 4.0] * 4, device=x.device)
             return x * self.cached * scale + shift
 
-    twin = Twin(Lazy(), where)
+    twin = Twin(Lazy(), where, capture=capture)
     _runs(twin)
-    assert twin.replays == 4
+    assert twin.replays >= 4
 
 
-def test_one_line_that_is_skipped_later_does_not_shift_the_others(where: Where) -> None:
+@pytest.mark.parametrize("capture", ["second_use", "first_use"])
+def test_one_line_that_is_skipped_later_does_not_shift_the_others(
+    where: Where, capture: str
+) -> None:
     class Helper(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -129,9 +133,9 @@ def test_one_line_that_is_skipped_later_does_not_shift_the_others(where: Where) 
             x = x + torch.tensor([0.5] * 8, device=x.device)
             return x * self.table(x, 5)
 
-    twin = Twin(Helper(), where)
+    twin = Twin(Helper(), where, capture=capture)
     _runs(twin)
-    assert twin.replays == 4
+    assert twin.replays >= 4
 
 
 @pytest.mark.parametrize("capture", ["second_use", "first_use"])
