@@ -101,6 +101,8 @@ class Entry:
         """The graph is gone; the signature is as if seen once."""
         if self.recording is not None:
             self.recording.close()
+        if self.inputs is not None:
+            self.inputs.close()
         self.recording, self.inputs = None, None
         self.observation = None
         if self.state in (State.CAPTURED, State.READY):

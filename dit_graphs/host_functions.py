@@ -107,11 +107,19 @@ def _indexed(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
     target, index = args[0], args[1]
     if not isinstance(target, Tensor) or target.device.type != watch.device.type:
         return func(*args, **kwargs)
+    rest = tuple(_moved_value(watch, value, target.device) for value in args[2:])
     parts = index if isinstance(index, tuple) else (index,)
     moved = tuple(_index_part(watch, part, target.device) for part in parts)
-    if all(new is old for new, old in zip(moved, parts, strict=True)):
+    if all(new is old for new, old in zip((*moved, *rest), (*parts, *args[2:]), strict=True)):
         return func(*args, **kwargs)
-    return func(target, moved if isinstance(index, tuple) else moved[0], *args[2:], **kwargs)
+    return func(target, moved if isinstance(index, tuple) else moved[0], *rest, **kwargs)
+
+
+def _moved_value(watch: Watch, value: object, device: torch.device) -> object:
+    """A host tensor that is written into a device tensor: a constant on the device."""
+    if isinstance(value, Tensor) and value.device.type == "cpu" != device.type:
+        return watch.constant(lambda: value.to(device), lambda: value)
+    return value
 
 
 def _index_part(watch: Watch, part: object, device: torch.device) -> object:

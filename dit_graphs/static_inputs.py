@@ -80,6 +80,11 @@ class StaticInputs:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
 
+    def close(self) -> None:
+        """The buffers' memory is released, whoever still holds the closure of a capture."""
+        self.buffers.clear()
+        self._bound.clear()
+
     def forget(self) -> None:
         """No caller's tensor is held any longer; the next bind copies everything."""
         self._bound = [None] * len(self.buffers)

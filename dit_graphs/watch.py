@@ -321,7 +321,10 @@ class Watch(ABC):
             return
         arrives = isinstance(target, torch.device) and target.type == here
         mixed = len(on_host) < len(tensors)
-        if arrives or (mixed and traits.name in ("aten::copy_", "aten::index_put_", "aten::copy")):
+        copies = traits.name in ("aten::copy_", "aten::copy") or (
+            traits.name.startswith("aten::index_put") and any(t.dim() for t in on_host)
+        )
+        if arrives or (mixed and copies):
             if traits.name == "aten::copy_" and on_host[0] is args[0]:
                 self.host_read(traits.name)
             else:

@@ -8,6 +8,7 @@ and results are cloned before the next one, so a larger graph's memory serves th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -184,6 +185,7 @@ class _Session(BreakLog):
         self._idle.clear()
         self.bound.clear()
         self.externals.clear()
+        self.plan = replace(self.plan, inputs=(), externals=())
 
 
 class CudaRecording(Generic[T]):
