@@ -27,7 +27,7 @@ from .module_watch import ModuleWatch
 from .request import Request, current_request
 from .signature import CallForm, Signature, sign
 from .tree import UnknownLeaf
-from .verify import Verdict, verify_call
+from .verify import Undo, Verdict, verify_call
 from .watch import BreakPolicy, load_modes
 
 __all__ = ["GraphRunner", "RunnerOptions"]
@@ -278,7 +278,7 @@ class GraphRunner:
         assert entry.recording is not None and entry.inputs is not None
         if self.config.verify == "always" or entry.inputs.changed_unproven(call.tensors):
             return self._compare(entry, call)
-        random = self.state.random_state() if entry.recording.breaks else None
+        undo = Undo(self.state, entry, call.tensors) if entry.recording.breaks else None
         try:
             with self.state.replaying():
                 entry.inputs.bind(call.tensors)
@@ -286,8 +286,8 @@ class GraphRunner:
                 result = entry.hand_out()
                 entry.inputs.copy_back(call.tensors, entry.inputs.rebind_always)
         except BreakFailed as failure:
-            if random is not None:
-                self.state.set_random_state(random)
+            if undo is not None:
+                undo()
             return self._drop(entry, call, failure.reason, failure.detail)
         except CaptureAborted as refusal:  # a replay inside a break of another replay
             return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)

@@ -17,7 +17,7 @@ from .errors import Reason
 from .memory import DeviceState
 from .tree import UnknownLeaf, freeze
 
-__all__ = ["Verdict", "results_equal", "verify_call"]
+__all__ = ["Undo", "Verdict", "results_equal", "verify_call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _difference(one: Tensor, other: Tensor) -> str:
     return f"{wrong:.1%} of {one.numel()} elements differ"
 
 
-class _Undo:
+class Undo:
     """What a forward changes outside its result, put back to where it was."""
 
     def __init__(self, state: DeviceState, entry: Entry, tensors: list[Tensor]) -> None:
@@ -83,7 +83,7 @@ def verify_call(
     Raises `BreakFailed` from the replay, with every trace of it undone.
     """
     assert entry.recording is not None and entry.inputs is not None
-    undo = _Undo(state, entry, tensors)
+    undo = Undo(state, entry, tensors)
     try:
         with state.replaying():
             changed = entry.inputs.changed_unproven(tensors)
@@ -104,7 +104,7 @@ def verify_call(
     if difference is None:
         entry.inputs.prove(changed)
         return Verdict(result, None, "", replay_ms, eager_ms)
-    after = _Undo(state, entry, tensors)
+    after = Undo(state, entry, tensors)
     undo()
     again = results_equal(result, eager())
     after()

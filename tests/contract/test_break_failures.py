@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from twin import Twin, Where
 
+import dit_graphs
 from dit_graphs import eager_on_graph
+from dit_graphs.wrapping import runner_of
 
 BRANCH = 0.5  # input sums above it make the break misbehave
 
@@ -145,6 +147,29 @@ def test_a_discarded_replay_draws_no_random_numbers(breaking: Where) -> None:
     twin(_calm(breaking, 2))
 
 
+def test_a_discarded_replay_draws_nothing_from_an_explicit_generator(segmenting: Where) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator(segmenting.device).manual_seed(2)
+            self.middle = eager_on_graph(lambda h: h[:2] if _is_wild(h) else h)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.rand(x.shape, generator=self.generator, device=x.device)
+            return self.middle(x.sin()).sum() + noise
+
+    module = Noisy()
+    dit_graphs.wrap(module, backend=segmenting.backend)
+    theirs = torch.Generator(segmenting.device).manual_seed(2)
+    inputs = [_calm(segmenting, i) for i in range(6)]
+    for x in [*inputs, _wild(segmenting, 7), *inputs]:
+        noise = torch.rand(x.shape, generator=theirs, device=x.device)
+        middle = x.sin()[:2] if _is_wild(x.sin()) else x.sin()
+        assert torch.equal(module(x), middle.sum() + noise)
+        assert torch.equal(module.generator.get_state(), theirs.get_state())
+    assert runner_of(module).stats.replays >= 3
+
+
 def test_a_discarded_replay_leaves_no_trace_in_module_state(breaking: Where) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -205,8 +230,6 @@ def test_a_break_that_writes_its_input_reaches_the_caller(breaking: Where) -> No
 
 
 def test_a_nested_wrapped_module_inside_a_break_runs_eagerly(segmenting: Where) -> None:
-    import dit_graphs
-
     inner = nn.Linear(8, 8)
 
     class Outer(nn.Module):
@@ -225,7 +248,5 @@ def test_a_nested_wrapped_module_inside_a_break_runs_eagerly(segmenting: Where) 
         x = segmenting.randn(3, 8, seed=index)
         expected = torch.nn.functional.linear(x.sin(), inner.weight, inner.bias) + 1
         assert torch.equal(outer(x), expected)
-    from dit_graphs.wrapping import runner_of
-
     assert runner_of(outer).stats.replays >= 3
     assert "nested_replay" in {r.value for r in runner_of(inner).stats.fallbacks}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from twin import Twin, Where
 
-from dit_graphs import break_graph, eager_on_graph
+from dit_graphs import ConfigError, break_graph, eager_on_graph
+from dit_graphs.backends import make_backend
 
 
 class Broken(nn.Module):
@@ -275,10 +276,16 @@ def test_whole_captured_fraction_is_one(graphing: Where) -> None:
     assert _graph(twin)["captured_fraction"] == 1.0
 
 
-def test_full_refuses_breaks_with_a_reason() -> None:
-    """The CPU recorder has no `full`; the refusal is the CUDA backend's (see the gpu tests)."""
-    from dit_graphs.backends import make_backend
-    from dit_graphs.errors import ConfigError
+def test_full_refuses_breaks_with_a_reason(pooled: Where) -> None:
+    twin = Twin(Broken(lambda h, m: h * 2), pooled)
+    _runs(twin)
+    if pooled.backend == "full":
+        assert twin.replays == 0
+        assert "no break" in twin.details["capture_failed"]
+    else:
+        assert twin.replays == 4
 
+
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="full, breakable, debug or recorded"):
         make_backend("whole")

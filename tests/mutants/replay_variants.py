@@ -120,7 +120,7 @@ def _trusting(patch: pytest.MonkeyPatch) -> None:
     f"{CONTRACT}/test_state.py::test_a_buffer_is_written_once_per_call",
 )
 def _written_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify._Undo, "__call__", lambda self: self._state.set_random_state(self._random))
+    patch.setattr(verify.Undo, "__call__", lambda self: self._state.set_random_state(self._random))
 
 
 @variant(
@@ -191,13 +191,13 @@ def _not_repaired(patch: pytest.MonkeyPatch) -> None:
     f"{CONTRACT}/test_random.py::test_an_explicit_generator_goes_on_as_eagers",
 )
 def _generator_spent(patch: pytest.MonkeyPatch) -> None:
-    undo = verify._Undo.__init__
+    undo = verify.Undo.__init__
 
-    def without(self: verify._Undo, *args: object) -> None:
+    def without(self: verify.Undo, *args: object) -> None:
         undo(self, *args)
         self._generators = []
 
-    patch.setattr(verify._Undo, "__init__", without)
+    patch.setattr(verify.Undo, "__init__", without)
 
 
 @variant(
