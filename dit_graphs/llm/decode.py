@@ -19,7 +19,7 @@ from ..config import GraphConfig
 from ..counters import log
 from ..errors import CaptureAborted, GraphError, Reason
 from ..memory import device_state
-from ..module_watch import ModuleWatch
+from ..module_watch import Change, ModuleWatch
 from ..watch import BreakPolicy
 from .buckets import batch_bucket, default_max_rows, device_memory, slot_length
 from .decode_stats import DecodeStats
@@ -53,6 +53,7 @@ class DecodeRunner:
         self.disabled = 0
         self.lock = threading.RLock()
         self.watch = watch if watch is not None else ModuleWatch(model.module)
+        self.change: Change | None = None  # what the last look at the module found
         self._policy = policy
         self._settle_on(model.device)
 
@@ -81,7 +82,7 @@ class DecodeRunner:
         if self.backend == "none":
             return Reason.NO_CUDA, str(self.device)
         self.watch.ran_eager = True  # a model's own caches may move; weights are told apart
-        change = self.watch.refresh(None)
+        self.change = change = self.watch.refresh(None)
         if change == "weights" and self.passes.holds_graphs():
             self.passes.forget()
             self.stats.invalidations += 1
@@ -141,6 +142,7 @@ class DecodeRunner:
             bucket = batch_bucket(rows, self.max_rows(reserved))
             assert bucket is not None
             self._reserve(bucket, reserved, prompt.table_shape)
+            eager = self.stats.eager_calls
             writing = Writing(self, prompt, bucket, sampling, max_new_tokens)
             writing.read(prefill, eos, pad)
             writing.choose()
@@ -150,7 +152,8 @@ class DecodeRunner:
                 clock.elapsed_ms(wait=True), rows=rows, bucket=bucket, lengths=prompt.lengths,
                 width=prompt.width, new_tokens=tokens.shape[1],
             )  # fmt: skip
-            self.watch.adopt_changes()
+            if self.stats.eager_calls > eager:  # a replay changes nothing on the module
+                self.watch.adopt_changes()
         return tokens
 
     def _check(self, prompt: Prompt, max_new_tokens: int, eos: Sequence[int]) -> None:

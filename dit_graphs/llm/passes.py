@@ -40,12 +40,13 @@ _USES_BEFORE_RETRY = 64
 class Pass:
     """A function without arguments: what it computes lies in tensors it owns.
 
-    `results()`: views of everything a run reads and changes. `witnesses()`: copies of what else it
+    `path`: passes of one path run the same code at several sizes. `results()`: views of everything a run reads and changes. `witnesses()`: copies of what else it
     leaves behind. `poison()`: makes a run that does nothing show. `resting()`: a context in which a
     run touches nothing that matters.
     """
 
     name: str
+    path: Hashable
     key: Hashable
     run: Callable[[], None]
     results: Callable[[], list[Tensor]]
@@ -87,6 +88,7 @@ class PassRunner:
         self.policy = policy if policy is not None else BreakPolicy()
         self.is_warming_up = False
         self.held: dict[Hashable, _Held] = {}
+        self._plans: dict[Hashable, StructurePlan] = {}
         self._clock = 0
         state.holders.add(self)
 
@@ -94,6 +96,10 @@ class PassRunner:
         """Runs the pass once: from its graph (None), or eagerly for the reason returned."""
         held = self._find(wanted)
         entry = held.entry
+        if self.backend == "debug":  # the same path without any graph
+            with self.state.gate.shared():
+                self._run(held)
+            return None
         if entry.state is State.BLOCKED and held.retry_at and held.uses >= held.retry_at:
             entry.state, held.retry_at = State.SEEN, 0
         if entry.state is State.COLD or entry.state is State.SEEN:
@@ -121,9 +127,8 @@ class PassRunner:
             capturer = Capturer(
                 forward, self.state, self.config, self.backend, self.stats, self.component
             )
-            entry = Entry(
-                sign((wanted.name, wanted.key), None, None, []), StructurePlan(self.policy)
-            )
+            plan = self._plans.setdefault(wanted.path, StructurePlan(self.policy))
+            entry = Entry(sign((wanted.name, wanted.key), None, None, []), plan)
             held = self.held[wanted.key] = _Held(entry, capturer, wanted)
         held.uses += 1
         held.last_use = self._clock
@@ -248,6 +253,7 @@ class PassRunner:
         """Every graph is closed and nothing learnt is kept: the memory under them goes away."""
         self.drop_graphs()
         self.held.clear()
+        self._plans.clear()
 
     def holds_graphs(self) -> bool:
         """Whether any graph is held."""

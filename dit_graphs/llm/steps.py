@@ -45,6 +45,7 @@ def model_pass(
 
     return Pass(
         name=f"DECODE {rows} rows, context {context}",
+        path=("model", is_flat),
         key=("model", rows, context, is_flat, key),
         run=run,
         results=lambda: [state.logits[:rows]],
@@ -60,6 +61,7 @@ def choice_pass(
     """Chooses the next token of the first `rows` rows from the logits buffer."""
     return Pass(
         name=f"choice of {rows} tokens, {describe_sampling(sampling)}",
+        path=("choice", sampling),
         key=("choice", rows, sampling, key),
         run=lambda: state.advance(rows, sampling),
         results=lambda: state.advanced(rows),

@@ -67,6 +67,7 @@ class Writer(Protocol):
     model: LanguageModel
     state: DeviceState
     device: torch.device
+    backend: str
     cache: SlotCache | None
     rows: DecodeState | None
     passes: PassRunner
@@ -152,7 +153,7 @@ class Writing:
         log_pass(
             runner.stats.component, ForwardMode.DECODE,
             f"rows {self.rows}/{self.bucket}, context {length}/{self.context}",
-            from_graph=reason is None, device=runner.device,
+            from_graph=reason is None and runner.backend != "debug", device=runner.device,
         )  # fmt: skip
 
     def write(self, *, can_end: bool) -> Tensor:
@@ -193,5 +194,6 @@ class Writing:
             runner.stats.component, ForwardMode.DECODE,
             f"{count} tokens × {self.rows} rows (bucket {self.bucket}, context {self.context}), "
             f"{replays} steps from a graph",
-            from_graph=replays > 0, device=runner.device, level=logging.INFO,
+            from_graph=replays > 0 and runner.backend != "debug",
+            device=runner.device, level=logging.INFO,
         )  # fmt: skip

@@ -128,5 +128,5 @@ class CausalLM:
         if getattr(self._config, "_attn_implementation", None) != "eager":
             return allowed
         dtype = cast(torch.dtype, self.module.dtype)
-        zero = torch.zeros((), dtype=dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(dtype).min)
+        added = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return added.masked_fill_(~allowed, torch.finfo(dtype).min)

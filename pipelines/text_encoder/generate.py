@@ -49,9 +49,12 @@ class TextGenerator:
         self.config = config
         self._guard = guard
         self.model = CausalLM(module)
-        self.runner = DecodeRunner(self.model, config, label=label, watch=EncoderWatch(module))
+        watch = EncoderWatch(module)
+        self.runner = DecodeRunner(self.model, config, label=label, watch=watch)
         prefill = label.replace("decode", "prefill", 1)
-        self.prefill = PrefillRunner(self.model, config, self.runner.slots, prefill)
+        self.prefill = PrefillRunner(
+            self.model, config, self.runner.slots, label=prefill, watch=watch
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """What `generate` returns: from graphs, or transformers' own with a counted reason."""
@@ -68,6 +71,7 @@ class TextGenerator:
         if foreign is not None:
             return foreign, ""
         found = self.runner.refusal()
+        self.prefill.change = self.runner.change
         if found is None and self._guard is not None:
             found = self._guard()
         if found is not None:

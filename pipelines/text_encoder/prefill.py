@@ -15,19 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dit_graphs.cache import State
 from dit_graphs.config import GraphConfig
 from dit_graphs.errors import CaptureAborted, Reason
 from dit_graphs.llm.buckets import prompt_bucket
 from dit_graphs.llm.forward_mode import ForwardMode, log_pass
 from dit_graphs.llm.kv import SlotCache
 from dit_graphs.llm.prefill import PromptStore
+from dit_graphs.module_watch import Change, ModuleWatch
+from dit_graphs.request import Request
 from dit_graphs.runner import GraphRunner, RunnerOptions
 from dit_graphs.signature import Signature
 from dit_graphs.watch import BreakPolicy
 
 from .caches import SlotView
 from .causal_lm import CausalLM
-from .encode import EncoderWatch
 from .masks import (
     MaskArgument,
     build_masks,
@@ -59,10 +61,17 @@ class PrefillRunner(GraphRunner):
     """Reads prompts of one model into the slots of one decode."""
 
     def __init__(
-        self, model: CausalLM, config: GraphConfig, slots: Callable[[], SlotCache], label: str
+        self,
+        model: CausalLM,
+        config: GraphConfig,
+        slots: Callable[[], SlotCache],
+        *,
+        label: str,
+        watch: ModuleWatch,
     ) -> None:
         self.model = model
         self._slots = slots
+        self.change: Change | None = None
         options = RunnerOptions(
             component="prefill",
             label=label,
@@ -72,12 +81,24 @@ class PrefillRunner(GraphRunner):
             describe=_describe,
         )
         super().__init__(model.module, self._unused, config, options)
-        self._watch = EncoderWatch(model.module)
+        self._watch = watch
         self._generation = -1
 
     @staticmethod
     def _unused(**_: object) -> None:
         """The runner's own `call_eager` replaces it."""
+
+    def _check_module(self, request: Request | None) -> None:
+        """The decode has just looked at the module; what it found counts here too."""
+        change, self.change = self.change, None
+        if self.device != self.model.device:
+            self.drop_graphs()
+            self._settle_on(self.model.device)
+        elif change == "weights":
+            self.drop_graphs()
+        elif change == "caches":
+            for entry in self.cache.held():
+                entry.state = State.CAPTURED
 
     def read(self, prompt: PromptPass) -> Tensor:
         """The slots hold the prompt; logits [B, vocabulary] of its last tokens."""
@@ -89,6 +110,7 @@ class PrefillRunner(GraphRunner):
         if isinstance(ready, tuple):
             self.stats.count_eager(*ready)
             logits = prompt.run()
+            self._watch.adopt_changes()
         else:
             logits = cast(Tensor, self(**ready, **{_AS_MADE: prompt}))
         rows, tokens = prompt.ids.shape

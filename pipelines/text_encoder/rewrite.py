@@ -103,7 +103,7 @@ def _with_graphs(pipe: object, name: str, module: nn.Module) -> nn.Module:
         return with_head(module)
     label = f"decode:{name}.head"
     known = acceleration.parts.get(label)
-    if known is not None and getattr(known.module, known.module.base_model_prefix) is module:
+    if known is not None and cast(Any, known.module).base_model is module:
         return known.module
     part = Component("text_encoder", name, label, with_head(module), "generate")
     acceleration.adopt(part)

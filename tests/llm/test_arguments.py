@@ -100,11 +100,7 @@ def test_a_cache_that_is_filled_is_gone_on_with_by_transformers(recorded, qwen3)
         {"repetition_penalty": 1.4},
         {"max_length": 14, "max_new_tokens": None},
         {"eos_token_id": [4, 7], "pad_token_id": 0},
-        {
-            "generation_config": tf.GenerationConfig(
-                max_new_tokens=7, eos_token_id=1, pad_token_id=0
-            )
-        },
+        {"generation_config": tf.GenerationConfig(max_new_tokens=7, eos_token_id=[1, 2])},
     ],
     ids=str,
 )

@@ -127,7 +127,7 @@ def test_64_prompts_of_mixed_length_in_one_call(recorded, qwen3):
 
 @pytest.mark.parametrize("poll_every", [1, 4])
 def test_rows_that_end_early_are_padded_and_end_the_call(recorded, qwen3, monkeypatch, poll_every):
-    """End tokens are picked from what the rows write: they end at once, after some tokens, never."""
+    """End tokens come from what the rows write: they end at once, after some tokens, never."""
     monkeypatch.setattr(writing, "_POLL_EVERY", poll_every)
     generator = recorded(qwen3)
     free = check(generator, qwen3, [9, 5, 7], 24, eos_token_id=None)

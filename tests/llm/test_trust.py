@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import tiny_llms
 import torch
@@ -100,6 +102,53 @@ def test_strict_raises_with_the_argument_named(recorded, qwen3):
         both(generator, qwen3, num_beams=2)
 
 
+def test_a_step_that_reads_the_host_is_written_eagerly_and_named(recorded):
+    model = tiny_llms.build("qwen3")
+    layer = model.model.layers[1].mlp
+    original = layer.forward
+    layer.forward = lambda x: original(x) * (1.0 if x.sum().item() > 0 else 0.5)
+    generator = recorded(model)
+    for _ in range(2):
+        assert torch.equal(*both(generator, model))
+    stats = generator.runner.stats
+    assert stats.replays == 0 and stats.captures == 1  # the choice of tokens only
+    assert stats.fallbacks[Reason.CAPTURE_FAILED] == 22
+
+
+def test_debug_takes_the_same_path_without_any_graph(qwen3, caplog):
+    generator = TextGenerator(qwen3, qwen3.generate, GraphConfig(backend="debug"))
+    with caplog.at_level("DEBUG", logger="dit_graphs"):
+        assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.captures == 0 and generator.runner.stats.fallbacks == {}
+    assert not any("recorder" in record.getMessage() for record in caplog.records)
+
+
+def test_inference_mode(recorded, qwen3):
+    generator = recorded(qwen3)
+    with torch.inference_mode():
+        for _ in range(4):
+            assert torch.equal(*both(generator, qwen3))
+    assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.replays >= 50
+
+
+def test_two_threads_take_turns(recorded, qwen3):
+    generator = recorded(qwen3)
+    expected = both(generator, qwen3)[1]
+    results = []
+
+    def work():
+        with torch.no_grad():
+            results.extend(both(generator, qwen3)[0] for _ in range(3))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6 and all(torch.equal(result, expected) for result in results)
+
+
 def test_dropped_graphs_come_back(recorded, qwen3):
     generator = recorded(qwen3)
     both(generator, qwen3)
@@ -130,9 +179,8 @@ def test_out_of_memory_names_the_sizes_to_lower(recorded, qwen3, monkeypatch, ca
 
 
 def prompt(lengths=(3,), width=3):
-    return Prompt(
-        lengths=lengths, width=width, table=lambda: torch.zeros(1, len(lengths), 1).long()
-    )
+    numbers = torch.zeros(1, len(lengths), 1, dtype=torch.long)
+    return Prompt(lengths=lengths, width=width, table=lambda: numbers)
 
 
 @pytest.mark.parametrize(
