@@ -137,7 +137,9 @@ def misattributed(run: dict[str, object], root: Path) -> list[str]:
     }
     then = run["sources"]
     assert isinstance(then, dict)
-    return sorted(path for path, blob in then.items() if tree.get(path) != blob)
+    return sorted(
+        path for path, blob in then.items() if tree.get(results.in_repository(path)) != blob
+    )
 
 
 def load(folder: Path) -> dict[str, list[dict[str, object]]]:

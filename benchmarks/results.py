@@ -76,10 +76,23 @@ def _git(*arguments: str) -> str | None:
 def sources(root: Path = ROOT) -> dict[str, str]:
     """Path -> git blob id of every Python file that a benchmark runs, relative to the root."""
     return {
-        path.relative_to(root).as_posix(): blob_id(path.read_bytes())
+        in_repository(path.relative_to(root).as_posix()): blob_id(path.read_bytes())
         for name in (*MEASURED, "benchmarks")
         for path in sorted((root / name).rglob("*.py"))
     }
+
+
+def in_repository(path: str) -> str:
+    """Where a source lies in the repository: pipelines and app are installed in dit_graphs."""
+    for name in ("pipelines", "app"):
+        if path.startswith(f"dit_graphs/{name}/"):
+            return path.removeprefix("dit_graphs/")
+    return path
+
+
+def _arguments() -> list[str]:
+    """The command line without the folders of the machine it ran on."""
+    return [Path(text).name if text.startswith("/") else text for text in sys.argv[1:]]
 
 
 def blob_id(content: bytes) -> str:
@@ -128,7 +141,7 @@ def run_record(
     """One run as it stands in a file. `script` is the module's path, e.g. benchmarks/forward.py."""
     return {
         "script": script,
-        "argv": sys.argv[1:],
+        "argv": _arguments(),
         "commit": provenance.commit,
         "is_dirty": provenance.is_dirty,
         "sources": sources(),

@@ -1,7 +1,7 @@
 """CUDA graphs for unmodified diffusers pipelines: one line, same bits, no compile step.
 
-Owns the public names. The surprising fact: importing this package does not import diffusers; the
-pipeline functions load it on first use.
+Owns the public names. The surprising fact: importing this package imports neither torch nor
+diffusers; each name loads what it needs on first use, so `dit-graphs --help` is instant.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .breaks import break_graph, eager_on_graph
 from .config import GraphConfig
 from .errors import ConfigError, FallbackError, GraphError, Reason
-from .request import request
-from .signature import register_leaf
-from .wrapping import unwrap, wrap
 
 if TYPE_CHECKING:
+    from .breaks import break_graph, eager_on_graph
     from .pipelines import accelerate, disabled, explain, restore, stats, warmup
     from .pipelines.text_encoder.rewrite import rewrite_prompt
+    from .request_scope import request
+    from .signature import register_leaf
+    from .wrapping import unwrap, wrap
 
 __version__ = "0.1.0"
 
@@ -43,16 +43,30 @@ __all__ = [
     "wrap",
 ]
 
-_PIPELINES = "dit_graphs.pipelines"
-_FROM_PIPELINES = {
-    **dict.fromkeys(
-        ("accelerate", "disabled", "explain", "restore", "stats", "warmup"), _PIPELINES
-    ),
-    "rewrite_prompt": f"{_PIPELINES}.text_encoder.rewrite",
+# No name here may equal a submodule's: importing the submodule would put it in the name's place.
+_HOMES = {
+    "break_graph": "breaks",
+    "eager_on_graph": "breaks",
+    "register_leaf": "signature",
+    "request": "request_scope",
+    "unwrap": "wrapping",
+    "wrap": "wrapping",
+    "accelerate": "pipelines.acceleration",
+    "disabled": "pipelines.acceleration",
+    "explain": "pipelines.acceleration",
+    "restore": "pipelines.acceleration",
+    "stats": "pipelines.acceleration",
+    "warmup": "pipelines.warm_up",
+    "rewrite_prompt": "pipelines.text_encoder.rewrite",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name in _FROM_PIPELINES:
-        return getattr(import_module(_FROM_PIPELINES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -25,7 +25,7 @@ from .effects import PythonState
 from .errors import CaptureAborted, Reason
 from .memory import DeviceState, Stopwatch
 from .observer import CaptureLog, Guard, HostRead, Observation, Observer, breaking_modules
-from .request import Request
+from .request_scope import Request
 from .signature import registered_leaves
 from .static_inputs import StaticInputs
 from .tree import map_tensors

@@ -23,7 +23,7 @@ AttentionPolicy = Literal["auto", "captured", "eager"]
 ComponentName = Literal["denoiser", "vae", "text_encoder"]
 
 _PATHS = ("denoiser", "vae", "text_encoder", "prefill", "decode")
-_RENAMED: dict[str, str] = {}  # old field name -> new field name
+RENAMED: dict[str, str] = {}  # old field name -> new field name
 
 
 def _help(text: str) -> dict[str, str]:
@@ -119,11 +119,11 @@ class GraphConfig:
         known = {f.name for f in fields(self)}
         named: dict[str, object] = {}
         for name, value in overrides.items():
-            if name in _RENAMED:
+            if name in RENAMED:
                 warnings.warn(
-                    f"{name} is now called {_RENAMED[name]}", DeprecationWarning, stacklevel=3
+                    f"{name} is now called {RENAMED[name]}", DeprecationWarning, stacklevel=3
                 )
-                name = _RENAMED[name]
+                name = RENAMED[name]
             if name not in known:
                 raise ConfigError(f"GraphConfig has no field {name!r}; it has {sorted(known)}")
             named[name] = value

@@ -24,7 +24,7 @@ from .counters import RunnerStats, log
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
 from .memory import device_state
 from .module_watch import ModuleWatch
-from .request import Request, current_request
+from .request_scope import Request, current_request
 from .signature import CallForm, Signature, sign
 from .tree import UnknownLeaf
 from .verify import Undo, Verdict, verify_call

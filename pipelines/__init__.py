@@ -6,7 +6,18 @@ first call, so `import dit_graphs` stays fast and free of diffusers.
 
 from __future__ import annotations
 
-from .accelerate import accelerate, disabled, explain, restore, stats
-from .warm_up import warmup
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .acceleration import accelerate, disabled, explain, restore, stats
+    from .warm_up import warmup
 
 __all__ = ["accelerate", "disabled", "explain", "restore", "stats", "warmup"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "warm_up" if name == "warmup" else "acceleration"
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -15,7 +15,7 @@ from typing import cast
 from dit_graphs.counters import log
 from dit_graphs.errors import ConfigError
 
-from .accelerate import acceleration_of
+from .acceleration import acceleration_of
 from .installed import InstalledRunner
 
 __all__ = ["warmup"]

@@ -134,7 +134,7 @@ def graph_flags() -> list[Flag]:
             flags.append(
                 Flag(item.name, item.name, str | None, _naming(text, hint), "Graphs", metavar)
             )
-    for old, new in config._RENAMED.items():
+    for old, new in config.RENAMED.items():
         flags += [
             Flag(old, f.field, f.kind, f"now called {option_name(new)}", "Graphs", is_hidden=True)
             for f in flags

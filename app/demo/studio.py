@@ -19,7 +19,7 @@ import dit_graphs
 from dit_graphs import GraphConfig, GraphError
 from dit_graphs.memory import device_state
 from dit_graphs.pipelines import accelerate, stats
-from dit_graphs.pipelines.accelerate import acceleration_of
+from dit_graphs.pipelines.acceleration import acceleration_of
 from dit_graphs.pipelines.generate import BUNDLED, Adapter, InputError, LoadedPipeline
 from dit_graphs.pipelines.generate.load import call_defaults
 from dit_graphs.pipelines.generate.setup import set_up

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dit_graphs.errors import Reason
-from dit_graphs.pipelines.accelerate import acceleration_of
+from dit_graphs.pipelines.acceleration import acceleration_of
 
 __all__ = ["Calls", "RunTrace", "Span", "TraceRecorder"]
 

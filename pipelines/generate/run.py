@@ -20,7 +20,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from dit_graphs import GraphConfig
-from dit_graphs.pipelines.accelerate import acceleration_of
+from dit_graphs.pipelines.acceleration import acceleration_of
 
 from .arguments import call_arguments
 from .errors import InputError

@@ -19,6 +19,7 @@ from dit_graphs.config import GraphConfig
 from dit_graphs.errors import CaptureAborted, FallbackError, Reason
 from dit_graphs.llm import DecodeRunner, Prompt
 from dit_graphs.llm.prefill import PromptStore
+from dit_graphs.watch import BreakPolicy
 
 from .arguments import Asked, Refused, read, refused_before
 from .caches import SlotView
@@ -43,6 +44,7 @@ class TextGenerator:
         *,
         label: str = "decode",
         guard: Callable[[], tuple[Reason, str] | None] | None = None,
+        policy: BreakPolicy | None = None,
     ) -> None:
         self.module = module
         self.eager = eager
@@ -50,10 +52,10 @@ class TextGenerator:
         self._guard = guard
         self.model = CausalLM(module)
         watch = EncoderWatch(module)
-        self.runner = DecodeRunner(self.model, config, label=label, watch=watch)
+        self.runner = DecodeRunner(self.model, config, label=label, watch=watch, policy=policy)
         prefill = label.replace("decode", "prefill", 1)
         self.prefill = PrefillRunner(
-            self.model, config, self.runner.slots, label=prefill, watch=watch
+            self.model, config, self.runner.slots, label=prefill, watch=watch, policy=policy
         )
 
     def __call__(self, *args: object, **kwargs: object) -> object:

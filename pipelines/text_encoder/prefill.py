@@ -23,7 +23,7 @@ from dit_graphs.llm.forward_mode import ForwardMode, log_pass
 from dit_graphs.llm.kv import SlotCache
 from dit_graphs.llm.prefill import PromptStore
 from dit_graphs.module_watch import Change, ModuleWatch
-from dit_graphs.request import Request
+from dit_graphs.request_scope import Request
 from dit_graphs.runner import GraphRunner, RunnerOptions
 from dit_graphs.signature import Signature
 from dit_graphs.watch import BreakPolicy
@@ -68,6 +68,7 @@ class PrefillRunner(GraphRunner):
         *,
         label: str,
         watch: ModuleWatch,
+        policy: BreakPolicy | None = None,
     ) -> None:
         self.model = model
         self._slots = slots
@@ -77,7 +78,7 @@ class PrefillRunner(GraphRunner):
             label=label,
             key=lambda: slots().generation,
             ignore=(_AS_MADE,),
-            policy=BreakPolicy(),
+            policy=policy if policy is not None else BreakPolicy(),
             describe=_describe,
         )
         super().__init__(model.module, self._unused, config, options)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dit_graphs.errors import ConfigError
 
-from ..accelerate import acceleration_of
+from ..acceleration import acceleration_of
 from ..components import Component, parts_of
 from .head import can_write, with_head
 

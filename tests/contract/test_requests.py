@@ -13,7 +13,7 @@ from twin import Twin, Where
 import dit_graphs
 from dit_graphs import ConfigError
 from dit_graphs.module_watch import ModuleWatch
-from dit_graphs.request import begin_request, current_request, end_request
+from dit_graphs.request_scope import begin_request, current_request, end_request
 
 
 class Scaled(nn.Module):

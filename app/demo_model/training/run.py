@@ -40,7 +40,10 @@ from dit_graphs.app.demo_model.training.evaluate import (
 from dit_graphs.app.demo_model.training.export import TOKENIZER, load_weights
 from dit_graphs.app.demo_model.training.stepping import Log, set_up_backends
 from dit_graphs.app.demo_model.training.train_flow import (
-    FlowSettings, Networks, encode_pool, save_flow,
+    FlowSettings,
+    Networks,
+    encode_pool,
+    save_flow,
 )  # fmt: skip
 from dit_graphs.app.demo_model.training.train_vae import VaeSettings
 

@@ -142,7 +142,7 @@ def _forest(rng: np.random.Generator) -> Array:
     for depth, colour in ((0.0, (84, 146, 96)), (0.06, (48, 108, 66))):
         for x in np.arange(-0.05, 1.1, 0.16) + rng.uniform(0, 0.16):
             top = rng.uniform(0.02, 0.22) + depth
-            tree = (np.abs(_X - x) < 0.22 * (_Y - top)) & (np.abs(_X - x) < 0.12) & (_Y > top)
+            tree = (np.abs(_X - x) < 0.22 * (_Y - top)) & (np.abs(_X - x) < 0.12) & (top < _Y)
             canvas = _paint(canvas, tree, colour)
     return _paint(canvas, _hills(rng, 0.78, 0.015), (72, 96, 52))
 
@@ -150,10 +150,10 @@ def _forest(rng: np.random.Generator) -> Array:
 def _table(rng: np.random.Generator) -> Array:
     canvas = _blend((240, 222, 196), (226, 202, 170))
     top = rng.uniform(0.6, 0.66)
-    canvas = _paint(canvas, _Y > top, (168, 108, 62))
-    grain = (np.sin(_Y * 150 + 2 * np.sin(_X * 7 + rng.uniform(0, 6))) > 0.8) & (_Y > top)
+    canvas = _paint(canvas, top < _Y, (168, 108, 62))
+    grain = (np.sin(_Y * 150 + 2 * np.sin(_X * 7 + rng.uniform(0, 6))) > 0.8) & (top < _Y)
     canvas = _paint(canvas, grain * 0.5, (142, 88, 48))
-    return _paint(canvas, (_Y > top) & (_Y < top + 0.02), (192, 130, 80))
+    return _paint(canvas, (top < _Y) & (top + 0.02 > _Y), (192, 130, 80))
 
 
 _DRAWERS = (

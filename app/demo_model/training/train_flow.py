@@ -25,11 +25,22 @@ from dit_graphs.app.demo_model.training.batched import BatchedModel
 from dit_graphs.app.demo_model.training.captions import Spec
 from dit_graphs.app.demo_model.training.compose import Composer
 from dit_graphs.app.demo_model.training.models import (
-    TINY, Sizes, build_text_encoder, build_transformer,
+    TINY,
+    Sizes,
+    build_text_encoder,
+    build_transformer,
 )  # fmt: skip
 from dit_graphs.app.demo_model.training.pool import ASSISTANT, LONG, SHORT, USER, VARIANTS, Captions
 from dit_graphs.app.demo_model.training.stepping import (
-    Average, Log, Step, build_optimizer, first_that_works, rate_at, set_rate, set_up_backends, wait,
+    Average,
+    Log,
+    Step,
+    build_optimizer,
+    first_that_works,
+    rate_at,
+    set_rate,
+    set_up_backends,
+    wait,
 )  # fmt: skip
 from dit_graphs.app.demo_model.training.tokenizer import VOCABULARY
 from dit_graphs.app.demo_model.training.train_vae import encode, to_latents

@@ -20,7 +20,14 @@ from safetensors.torch import save_file
 from dit_graphs.app.demo_model.training.captions import SpecSampler
 from dit_graphs.app.demo_model.training.compose import Composer
 from dit_graphs.app.demo_model.training.stepping import (
-    Average, Log, Step, build_optimizer, first_that_works, rate_at, set_rate, wait,
+    Average,
+    Log,
+    Step,
+    build_optimizer,
+    first_that_works,
+    rate_at,
+    set_rate,
+    wait,
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from dit_graphs.config import GraphConfig
 from dit_graphs.counters import log
 from dit_graphs.errors import ConfigError, Reason
 from dit_graphs.intercept import MethodOverride, find_intercept
-from dit_graphs.request import begin_request, end_request
+from dit_graphs.request_scope import begin_request, end_request
 from dit_graphs.runner import RunnerOptions
 from dit_graphs.wrapping import break_policy, check_wrappable, runner_of
 
