@@ -14,6 +14,7 @@ from torch import Tensor
 import dit_graphs
 from dit_graphs.app.demo.jobs import Stopped
 from dit_graphs.app.demo.steps import watch_steps
+from dit_graphs.request_scope import current_request
 
 
 class Watcher:
@@ -83,6 +84,7 @@ def test_b69_a_stop_ends_the_call_within_a_step_and_the_next_call_is_equal(
             pipe(**{**tiny.call_kwargs("z-image"), **arguments})
         assert 5 <= len(watcher.latents) <= 7
         assert "close" not in watcher.told
+        assert current_request() is None  # the request ended with the call
         again = tiny.latents(pipe, tiny.call_kwargs("z-image"))
     finally:
         dit_graphs.restore(pipe)
