@@ -1,8 +1,9 @@
 """The language model and the transformer as pure batched functions, for training.
 
-Owns a rewrite of two stock forwards over fixed shapes; the weights stay in the stock modules. Knows nothing of data or
-loss. Surprise: the stock transformer loops over samples and pads each caption on its own; here every caption of a
-batch must need the same padded length, and `check_against_stock` proves that the numbers agree.
+Owns a rewrite of two stock forwards over fixed shapes; the weights stay in the stock modules. Knows
+nothing of data or loss. Surprise: the stock transformer loops over samples and pads each caption on
+its own; here every caption of a batch must need the same padded length, and `check_against_stock`
+proves that the numbers agree.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 class BlockWeights(NamedTuple):
-    """Weights of one Z-Image block. Tensors only: a compiled function of them serves every layer of one shape."""
+    """Weights of one Z-Image block. Tensors only: one compiled function serves every layer."""
 
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     out: torch.Tensor
@@ -152,7 +153,7 @@ def text_layer(
 
 
 class BatchedModel:
-    """Text encoder and transformer over whole batches; tables of positions are made once per caption length."""
+    """Text encoder and transformer over whole batches; position tables are made once."""
 
     def __init__(
         self, transformer: ZImageTransformer2DModel, text_encoder: Qwen3ForCausalLM, compiled: bool
@@ -166,7 +167,7 @@ class BatchedModel:
         self._text_tables = self._text_positions(160, device)
         self._block, self._text = transformer_block, text_layer
         if compiled:
-            # Static shapes: a handful of short compilations, and faster kernels than one for every length.
+            # Static shapes: a handful of short compilations, and faster kernels.
             self._block = torch.compile(transformer_block, dynamic=False)
             self._text = torch.compile(text_layer, dynamic=False)
 
@@ -192,7 +193,7 @@ class BatchedModel:
         return angle.cos().to(device), angle.sin().to(device)
 
     def encode(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids: [B, T] -> (what conditions the transformer: [B, T, D], input of the output head: [B, T, D])."""
+        """ids: [B, T] -> (the transformer's conditions, the output head's input): [B, T, D] each."""
         model = self.text_encoder.model
         cos, sin = (t[: ids.shape[1]] for t in self._text_tables)
         eps = self.text_encoder.config.rms_norm_eps
@@ -206,7 +207,10 @@ class BatchedModel:
     def velocity(
         self, x: torch.Tensor, t: torch.Tensor, features: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """What the stock forward returns. x: [B, 16, 16, 16]; t: [B]; features: [B, 32 or 64, D]; lengths: [B]."""
+        """What the stock forward returns.
+
+        x: [B, 16, 16, 16]; t: [B]; features: [B, 32 or 64, D]; lengths: [B].
+        """
         model, caption = self.transformer, features.shape[1]
         cos, sin = self._tables[caption]
         condition = model.t_embedder(t * model.t_scale).to(x.dtype)
@@ -232,7 +236,7 @@ class BatchedModel:
 
 @torch.no_grad()
 def check_against_stock(model: BatchedModel, tolerance: float = 2e-4) -> float:
-    """Returns the largest relative error against the stock forwards; raises ValueError above `tolerance`."""
+    """Returns the largest relative error against stock; raises ValueError above `tolerance`."""
     device = next(model.transformer.parameters()).device
     errors = []
     for caption, lengths in ((32, (3, 32, 17)), (64, (33, 64, 50))):

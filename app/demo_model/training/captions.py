@@ -1,7 +1,8 @@
 """Specifications of pictures and the captions that describe them exactly.
 
-Owns what a picture may contain (`Spec`) and how English says it. Knows nothing of pixels or tokens. Surprise: a
-background goes unmentioned only where it is one of the light plain colours, so a prompt without one means those.
+Owns what a picture may contain (`Spec`) and how English says it. Knows nothing of pixels or tokens.
+Surprise: a background goes unmentioned only where it is one of the light plain colours, so a prompt
+without one means those.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ SCENES: tuple[tuple[str, ...], ...] = (
     ("on a table", "on a wooden table", "on the table"),
 )
 DETAILS = (
-    "green grass and rolling hills under a bright blue sky", "golden sand dunes under a hot pale sky",
+    "green grass and rolling hills under a bright blue sky",
+    "golden sand dunes under a hot pale sky",
     "white snow drifts and falling snowflakes", "a dark blue sky with stars and a moon",
     "deep black space with many stars and a colorful glow", "an orange and pink sky with a low sun",
     "deep blue water with bubbles and rays of light", "yellow sand, blue sea and a clear sky",
@@ -57,7 +59,7 @@ STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A batch of picture descriptions: five int64 tensors of shape [B]; `second` counts only in two-thing layouts."""
+    """Picture descriptions: five int64 tensors [B]; `second` counts only in two-thing layouts."""
 
     layout: torch.Tensor
     first: torch.Tensor
@@ -76,7 +78,7 @@ class Spec:
 
 
 class SpecSampler:
-    """Draws specifications on a device; every tensor it needs is made once, so sampling can be captured."""
+    """Draws specifications on a device; all its tensors are made once, so it can be captured."""
 
     def __init__(self, num_concepts: int, device: torch.device) -> None:
         self.num_concepts = num_concepts
@@ -166,8 +168,10 @@ def short_caption(
 
 
 _PLACES = {
-    "single": "in the center", "big": "very large, filling the picture", "small": "tiny, in the center",
-    "left": "on the left side", "right": "on the right side", "top": "at the top", "bottom": "at the bottom",
+    "single": "in the center", "big": "very large, filling the picture",
+    "small": "tiny, in the center",
+    "left": "on the left side", "right": "on the right side",
+    "top": "at the top", "bottom": "at the bottom",
     "two": "side by side", "three": "close together", "four": "in two rows",
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Composes training pictures on the device from specifications.
 
-Owns where things stand and how they are drawn over a background. Knows nothing of captions beyond `Spec`. Surprise:
-it makes no host decision at all, so the composer can be part of a captured training step.
+Owns where things stand and how they are drawn over a background. Knows nothing of captions beyond
+`Spec`. Surprise: it makes no host decision at all, so the composer can be part of a captured
+training step.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Composer:
 
     @torch.no_grad()
     def __call__(self, spec: Spec, jitter: float = 1.0) -> torch.Tensor:
-        """Returns pictures in -1..1: [B, 3, 128, 128] float32; `jitter` 0 gives the same picture every time."""
+        """Returns pictures in -1..1: [B, 3, 128, 128] float32; always the same with `jitter` 0."""
         picture = self.backgrounds[spec.background, spec.variant % self.num_variants].float()
         num = len(picture)
         noise = jitter * (2 * torch.rand(MAX_THINGS, 4, num, device=self.device) - 1)

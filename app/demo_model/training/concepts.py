@@ -1,7 +1,8 @@
 """The things the bundled model can draw.
 
-Owns `concepts.tsv`: one line per picture with its name, plural, article, group and other names. Knows nothing of
-pixels or captions. Surprise: an empty article marks names that take none ("sunglasses", "bread").
+Owns `concepts.tsv`: one line per picture with its name, plural, article, group and other names.
+Knows nothing of pixels or captions. Surprise: an empty article marks names that take none
+("sunglasses", "bread").
 """
 
 from __future__ import annotations

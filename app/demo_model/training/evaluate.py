@@ -1,7 +1,8 @@
 """Samples with the batched model and measures what it draws.
 
-Owns retrieval and the picture grid. Knows nothing of training. Surprise: the reference of a concept is composed over
-the background colour that the generated picture itself has, so the score is about the thing, not the wall.
+Owns retrieval and the picture grid. Knows nothing of training. Surprise: the reference of a concept
+is composed over the background colour that the generated picture itself has, so the score is about
+the thing, not the wall.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def sample(
     guidance: float,
     seed: int,
 ) -> torch.Tensor:
-    """Returns latents [B, 16, 16, 16] by the pipeline's own rule: positive + guidance * (positive - negative)."""
+    """Returns latents [B, 16, 16, 16], guided as in the pipeline: pos + guidance * (pos - neg)."""
     device = next(model.transformer.parameters()).device
     ids, lengths = encoder.prompts([*prompts, *[""] * len(prompts)])
     features, _ = model.encode(ids.to(device))
@@ -73,7 +74,7 @@ def save_grid(pictures: torch.Tensor, file: Path, columns: int = 6) -> None:
 
 @torch.no_grad()
 def _references(composer: Composer, num: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns every concept over black and over white in 0..1, 8x8-averaged: [num, 3, 16, 16] each."""
+    """Returns all concepts over black and over white, 8x8-averaged: [num, 3, 16, 16] in 0..1."""
     device = composer.device
     sides = []
     for shade in (0.0, 1.0):
@@ -93,7 +94,7 @@ def _references(composer: Composer, num: int, layout: str) -> tuple[torch.Tensor
 def rank_of_own(
     pictures: torch.Tensor, own: torch.Tensor, composer: Composer, layout: str, columns: slice
 ) -> torch.Tensor:
-    """Returns for each picture how many concepts look nearer than its own one: int64 [B]; 0 is best."""
+    """Returns per picture how many concepts look nearer than its own: int64 [B]; 0 is best."""
     num = len(composer.sprites)
     black, white = (r[..., columns] for r in _references(composer, num, layout))
     small = F.avg_pool2d(pictures.to(composer.device).float(), 8)
@@ -131,7 +132,7 @@ def pairs(
     num_steps: int,
     num: int = 256,
 ) -> dict[str, float]:
-    """Returns how often both halves of "A and B on a white background" show the named concept (top-1)."""
+    """Returns how often the halves of "A and B on a white background" show A and B (top-1)."""
     chooser = torch.Generator().manual_seed(5)
     left = torch.randint(len(concepts), (num,), generator=chooser)
     right = (left + torch.randint(1, len(concepts), (num,), generator=chooser)) % len(concepts)

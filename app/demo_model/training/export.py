@@ -1,7 +1,8 @@
 """Turns trained weights into a folder that `DiffusionPipeline.from_pretrained` loads.
 
-Owns the layout of `weights/`. Knows nothing of how the weights came about. Surprise: weights are stored as fp16, but
-the text encoder's config names float32, because transformers takes the stored dtype otherwise.
+Owns the layout of `weights/`. Knows nothing of how the weights came about. Surprise: weights are
+stored as fp16, but the text encoder's config names float32, because transformers takes the stored
+dtype otherwise.
 
     python -m dit_graphs.app.demo_model.training.export --checkpoint DIR --out DIR
 """
@@ -26,7 +27,7 @@ TOKENIZER = Path(__file__).parent.parent / "weights" / "tokenizer"
 
 
 def load_weights(model: nn.Module, file: Path, prefix: str = "") -> dict[str, float]:
-    """Loads the tensors of `file` whose names start with `prefix`; returns the file's single numbers."""
+    """Loads the tensors of `file` whose names start with `prefix`; returns its single numbers."""
     tensors = load_file(file)
     own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix) and v.ndim}
     missing, unexpected = model.load_state_dict(own, strict=False)

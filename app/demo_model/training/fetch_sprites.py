@@ -1,7 +1,8 @@
 """Fetches the pictures and packs them as one sprite sheet.
 
-Owns the download (`npm pack`) and `sprites.webp`. Knows nothing of training. Surprise: every sprite is cropped to its
-visible part first, so that a size in a caption ("big", "small") means the same for every concept.
+Owns the download (`npm pack`) and `sprites.webp`. Knows nothing of training. Surprise: every sprite
+is cropped to its visible part first, so that a size in a caption ("big", "small") means the same
+for every concept.
 
     python -m dit_graphs.app.demo_model.training.fetch_sprites --out DIR
 """

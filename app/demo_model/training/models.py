@@ -1,7 +1,7 @@
 """The four networks of the bundled model: their shapes and first weights.
 
-Owns the sizes. Knows nothing of training. Surprise: `hidden_states[-2]` of the language model is the output of its
-last layer but one, so the last layer serves text only.
+Owns the sizes. Knows nothing of training. Surprise: `hidden_states[-2]` of the language model is
+the output of its last layer but one, so the last layer serves text only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def build_vae(sizes: Sizes) -> AutoencoderKL:
 
 
 def build_transformer(sizes: Sizes) -> ZImageTransformer2DModel:
-    """Returns a transformer whose gates are open a little, so that every layer acts (and learns) from the start."""
+    """Returns a transformer whose gates are open a little, so that every layer learns at once."""
     model = ZImageTransformer2DModel(
         all_patch_size=(2,),
         all_f_patch_size=(1,),

@@ -1,7 +1,8 @@
-"""The pool of training samples: specifications with their captions as tokens, and later their latents.
+"""The pool of training samples: specifications with their captions as tokens, later latents.
 
-Owns how many variants a caption has and how they are stored. Knows the tokenizer only as a file. Surprise: captions are
-written by many processes before training starts, so that the training step never asks the host for anything.
+Owns how many variants a caption has and how they are stored. Knows the tokenizer only as a file.
+Surprise: captions are written by many processes before training starts, so that the training step
+never asks the host for anything.
 
     python -m dit_graphs.app.demo_model.training.pool --out FILE --num N --processes P
 """
@@ -37,7 +38,8 @@ PAD, END, USER, ASSISTANT = 0, 1, 2, 3
 class Captions:
     """Tokens of N samples.
 
-    short: int16 [N, VARIANTS, SHORT] prompts in their chat template, with short_length uint8 [N, VARIANTS];
+    short: int16 [N, VARIANTS, SHORT] prompts in their chat template;
+    short_length: uint8 [N, VARIANTS];
     long: int16 [N, LONG] bare long captions ending in END, with long_length uint8 [N].
     """
 
@@ -75,7 +77,7 @@ class Encoder:
 
 
 def rows(tokens: list[list[int]], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the lists as one padded tensor and their lengths; a list that is too long raises ValueError."""
+    """Returns the lists as a padded tensor and their lengths; raises ValueError if one is longer."""
     longest = max(map(len, tokens))
     if longest > width:
         raise ValueError(f"a caption has {longest} tokens, more than {width}")
@@ -90,7 +92,7 @@ def short_rows(
     rng: random.Random,
     encoder: Encoder,
 ) -> list[list[int]]:
-    """Returns `num` prompts of the row in their template, drawn again where one has more than SHORT tokens.
+    """Returns `num` prompts of the row in their template, each of at most SHORT tokens.
 
     The pipeline would pad a longer one to 64 tokens, which batches of short prompts do not hold.
     """

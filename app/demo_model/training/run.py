@@ -1,12 +1,14 @@
 """Runs every phase of the training in order, within a given time, and can be run again to go on.
 
-Owns the order of phases, the time each may take and what is written when. Surprise: a flow phase that fails is run
-once more by a second process, from the last checkpoint, without compilation or capture and at half the rate.
+Owns the order of phases, the time each may take and what is written when. Surprise: a flow phase
+that fails is run once more by a second process, from the last checkpoint, without compilation or
+capture and at half the rate.
 
-    python -m dit_graphs.app.demo_model.training.run --data DIR --out DIR --seconds 500 --vae-seconds 165 [--resume DIR]
+    python -m dit_graphs.app.demo_model.training.run \\
+        --data DIR --out DIR --seconds 500 --vae-seconds 165 [--resume DIR]
 
-With `--vae-seconds 0` the resumed folder needs `vae.safetensors` only; the networks start from its `flow.safetensors`
-where there is one.
+With `--vae-seconds 0` the resumed folder needs `vae.safetensors` only; the networks start from its
+`flow.safetensors` where there is one.
 """
 
 from __future__ import annotations
@@ -96,7 +98,8 @@ class Run:
             "autocast": on_gpu,
         }
         self.log(
-            "start", device=torch.cuda.get_device_name() if on_gpu else "cpu", torch=torch.__version__,
+            "start", device=torch.cuda.get_device_name() if on_gpu else "cpu",
+            torch=torch.__version__,
             resume=str(bool(args.resume)), pool=args.pool, budget=args.seconds,
         )  # fmt: skip
 
@@ -141,7 +144,7 @@ class Run:
         return vae
 
     def networks(self) -> Networks:
-        """Returns transformer and language model, fresh or resumed, checked against the stock forwards."""
+        """Returns transformer and language model, fresh or resumed, checked against stock."""
         vocabulary = len(AutoTokenizer.from_pretrained(TOKENIZER))
         transformer = models.build_transformer(self.sizes)
         text_encoder = models.build_text_encoder(self.sizes, vocabulary)
@@ -151,8 +154,10 @@ class Run:
             load_weights(text_encoder, file, "text_encoder.")
         error = check_against_stock(BatchedModel(transformer, text_encoder, compiled=False))
         self.log(
-            "flow", event="equal to the stock forward", worst=error, resumed=str(file is not None and file.exists()),
-            transformer=models.num_parameters(transformer), text=models.num_parameters(text_encoder),
+            "flow", event="equal to the stock forward", worst=error,
+            resumed=str(file is not None and file.exists()),
+            transformer=models.num_parameters(transformer),
+            text=models.num_parameters(text_encoder),
         )  # fmt: skip
         return Networks(transformer.to(self.device), text_encoder.to(self.device))
 
@@ -188,7 +193,7 @@ class Run:
         return averaged
 
     def compiled_ahead(self, ahead: subprocess.Popen[bytes]) -> bool:
-        """Returns whether the other process has compiled every kernel in time; ends it otherwise."""
+        """Returns whether the other process compiled every kernel in time; ends it otherwise."""
         left = self.args.compile_seconds - (time.monotonic() - self.start)
         try:
             code = ahead.wait(max(1.0, left))
@@ -230,9 +235,10 @@ class Run:
 
 
 def again(run: Run) -> int:
-    """Runs the flow phase in a new process, the plainest way, with the time that is left; returns its exit code.
+    """Runs the flow phase in a new process, the plainest way; returns its exit code.
 
-    A new process, because an error inside a capture or on the device can leave this one's context unusable.
+    A new process, because an error inside a capture or on the device can leave this one's context
+    unusable. It gets the time that is left.
     """
     args = run.args
     options = {

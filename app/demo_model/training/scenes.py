@@ -1,7 +1,8 @@
 """Backgrounds: twelve plain colours and eleven simple drawn scenes, each in several variants.
 
-Owns how the entries of `captions.COLOURS` and `captions.SCENES` look. Knows nothing of sprites. Surprise: everything is
-drawn at twice the size and averaged, which is cheaper to write than smooth edges.
+Owns how the entries of `captions.COLOURS` and `captions.SCENES` look. Knows nothing of sprites.
+Surprise: everything is drawn at twice the size and averaged, which is cheaper to write than smooth
+edges.
 
     python -m dit_graphs.app.demo_model.training.scenes --out DIR
 """
@@ -186,7 +187,7 @@ def draw_backgrounds(num_variants: int, seed: int = 0) -> npt.NDArray[np.uint8]:
 
 
 def load_backgrounds(file: Path) -> torch.Tensor:
-    """Returns the backgrounds of `main` as float16 in 0..1: [NUM_BACKGROUNDS, variants, 3, 128, 128]."""
+    """Returns those of `main`: float16 [NUM_BACKGROUNDS, variants, 3, 128, 128] in 0..1."""
     sheet = torch.from_numpy(np.array(Image.open(file).convert("RGB")))
     tiles = sheet.unflatten(0, (-1, SIDE)).unflatten(2, (-1, SIDE)).permute(0, 2, 4, 1, 3)
     return tiles.half() / 255

@@ -1,7 +1,8 @@
 """Runs a training step many times: as one captured CUDA graph where possible, plainly otherwise.
 
-Owns capture, the optimizer's settings, the schedule by wall clock and the log. Knows nothing of the model. Surprise:
-gradients are dropped before capture, so that each graph owns its own and its backward pass overwrites, never adds.
+Owns capture, the optimizer's settings, the schedule by wall clock and the log. Knows nothing of the
+model. Surprise: gradients are dropped before capture, so that each graph owns its own and its
+backward pass overwrites, never adds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Log:
 def build_optimizer(
     parameters: Sequence[nn.Parameter], betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
-    """Returns a fused AdamW whose learning rate is a tensor, so that a captured step sees changes of it."""
+    """Returns a fused AdamW whose rate is a tensor, so that a captured step sees changes of it."""
     device = parameters[0].device
     return torch.optim.AdamW(
         [{"params": list(parameters), "lr": torch.tensor(0.0, device=device)}],
@@ -59,7 +60,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def rate_at(
     step: int, progress: float, peak: float, warmup: int = 500, decay_from: float = 0.4
 ) -> float:
-    """Linear warm-up by steps, constant, then a cosine to 1 % over the rest; progress: 0..1 of the time."""
+    """Linear warm-up by steps, constant, then a cosine to 1 %; progress: 0..1 of the time."""
     rate = peak * min(1.0, (step + 1) / warmup)
     if progress > decay_from:
         left = min(1.0, (progress - decay_from) / (1 - decay_from))
@@ -83,8 +84,9 @@ class Average:
 class Step:
     """A training step; `__call__` runs it once.
 
-    `function` computes the loss, its gradients and the update, reads only tensors of fixed addresses and returns
-    None. With `capture` it is recorded after `warmup` plain runs (which do train).
+    `function` computes the loss, its gradients and the update, reads only tensors of fixed
+    addresses and returns None. With `capture` it is recorded after `warmup` plain runs (which do
+    train).
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Step:
 def first_that_works(
     build: Callable[[bool, bool], Built], compiled: bool, capture: bool, log: Log
 ) -> Built:
-    """Returns `build(compiled, capture)`, or a plainer build where that one fails; logs every failure.
+    """Returns `build(compiled, capture)`, or a plainer build where that fails; logs failures.
 
     A long run on a rented machine must not end because a compiler is missing there.
     """

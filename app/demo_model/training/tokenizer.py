@@ -1,7 +1,7 @@
 """Builds the tokenizer: byte-level BPE of 1,280 tokens with a two-role chat template.
 
-Owns `weights/tokenizer/`. Knows captions only as text. Surprises: text is lower-cased, and each piece gets a leading
-space, so that a word is the same token at the start of a prompt and inside it.
+Owns `weights/tokenizer/`. Knows captions only as text. Surprises: text is lower-cased, and each
+piece gets a leading space, so that a word is the same token at the start of a prompt and inside it.
 
     python -m dit_graphs.app.demo_model.training.tokenizer --out DIR
 """

@@ -1,8 +1,8 @@
 """Trains transformer and language model together on pre-encoded latents.
 
-Owns the flow-matching loss, the language loss and `flow.safetensors`. Knows pictures only as latents. Surprise: one
-pass of the language model over "prompt, long caption" serves both losses, because a causal model's prompt part does
-not depend on what follows.
+Owns the flow-matching loss, the language loss and `flow.safetensors`. Knows pictures only as
+latents. Surprise: one pass of the language model over "prompt, long caption" serves both losses,
+because a causal model's prompt part does not depend on what follows.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FlowLoss:
         self._at = torch.arange(SHORT + LONG, device=device)
         self._empty = torch.zeros(SHORT, dtype=torch.int16, device=device)
         self._empty[0], self._empty[1] = USER, ASSISTANT
-        # Captions that fit 32 tokens would be padded to 32, not 64, by the pipeline: they stay out of long batches.
+        # The pipeline pads captions that fit 32 tokens to 32, not 64: they stay out here.
         lengths = captions.long_length.long() + 1  # USER and ASSISTANT more, END less
         self._long_rows = (lengths > SHORT).nonzero()[:, 0]
 
@@ -162,7 +162,7 @@ def train_flow(
     checkpoint: Callable[[Networks], None],
     every: float = 60.0,
 ) -> Networks:
-    """Trains in place and returns the moving average of the weights; calls `checkpoint` with it now and then."""
+    """Trains in place and returns the averaged weights; hands them to `checkpoint` at times."""
     device = latents.device
     averaged = copy.deepcopy(networks)
     parameters = networks.parameters()
@@ -278,7 +278,7 @@ def save_flow(networks: Networks, file: Path) -> None:
 
 
 def compile_ahead(sizes: Sizes, batch: int, device: torch.device, autocast: bool) -> None:
-    """Compiles the training step's kernels on made-up data, so that the real run finds them in the disk cache."""
+    """Compiles the step's kernels on made-up data, so that the run finds them in the disk cache."""
     text_encoder = build_text_encoder(sizes, VOCABULARY)
     model = BatchedModel(
         build_transformer(sizes).to(device), text_encoder.to(device), compiled=True

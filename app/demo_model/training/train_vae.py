@@ -1,7 +1,7 @@
 """Trains the autoencoder on pictures composed inside the training step.
 
-Owns its loss and its checkpoint `vae.safetensors`. Knows nothing of captions. Surprise: scale and shift of the latents
-are measured afterwards and travel in the checkpoint as two single numbers.
+Owns its loss and its checkpoint `vae.safetensors`. Knows nothing of captions. Surprise: scale and
+shift of the latents are measured afterwards and travel in the checkpoint as two single numbers.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def encode(vae: AutoencoderKL, picture: torch.Tensor, autocast: bool) -> torch.T
 def psnr(
     vae: AutoencoderKL, composer: Composer, sampler: SpecSampler, num: int
 ) -> tuple[float, float]:
-    """Returns (mean over pictures, of the mean squared error) in dB on `num` pictures not trained on."""
+    """Returns PSNR in dB (mean of it, of the mean error) on `num` pictures not trained on."""
     torch.manual_seed(987_654)
     errors = []
     for _ in range(0, num, 64):
