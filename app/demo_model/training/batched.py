@@ -193,7 +193,7 @@ class BatchedModel:
         return angle.cos().to(device), angle.sin().to(device)
 
     def encode(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids: [B, T] -> (the transformer's conditions, the output head's input): [B, T, D] each."""
+        """ids: [B, T] -> (transformer's conditions, output head's input): [B, T, D] each."""
         model = self.text_encoder.model
         cos, sin = (t[: ids.shape[1]] for t in self._text_tables)
         eps = self.text_encoder.config.rms_norm_eps

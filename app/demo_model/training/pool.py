@@ -77,7 +77,7 @@ class Encoder:
 
 
 def rows(tokens: list[list[int]], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the lists as a padded tensor and their lengths; raises ValueError if one is longer."""
+    """Returns padded lists and their lengths; raises ValueError for a list that is longer."""
     longest = max(map(len, tokens))
     if longest > width:
         raise ValueError(f"a caption has {longest} tokens, more than {width}")
