@@ -77,7 +77,7 @@ class Entry:
     recording: Recording[object] | None = None
     clock: Stopwatch | None = None
     host_ms: float = 0.0
-    masked: Hashable = None
+    masked: int = 0  # hash of the signature without its numbers
     replays: int = 0
     backend: str = ""
 
@@ -132,7 +132,7 @@ class GraphCache:
         self._close = close
         self._now = 0
         self._request: int | None = None
-        self._scalars: dict[Hashable, list[tuple[object, ...]]] = {}
+        self._scalars: dict[int, list[tuple[object, ...]]] = {}
         self._varying: set[Hashable] = set()
 
     def find(self, signature: Signature, request: int | None) -> Entry | None:
@@ -164,7 +164,7 @@ class GraphCache:
         masked = signature.without_numbers()
         if masked in self._varying:
             return True
-        seen = self._scalars.setdefault(masked, [])
+        seen = self._scalars.setdefault(hash(masked), [])
         seen.append(signature.numbers())
         if len(seen) < 3:
             return False
@@ -178,7 +178,7 @@ class GraphCache:
         """A cold entry for a new signature."""
         structure = signature.argument_structure()
         plan = self.plans.setdefault(structure, StructurePlan(policy))
-        entry = Entry(signature, plan, masked=signature.without_numbers())
+        entry = Entry(signature, plan, masked=hash(signature.without_numbers()))
         self.entries[signature] = entry
         self._touch(entry, request)
         if len(self.entries) > _MAX_ENTRIES:

@@ -9,63 +9,41 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from .ambient import ambient_state, foreign_mode
 from .cache import Entry, GraphCache, State
+from .calls import (
+    Call,
+    Eager,
+    RunnerOptions,
+    check_tensors,
+    device_of,
+    resolve_backend,
+    signature_source,
+)
 from .capture import Capturer, Forward
-from .config import BackendName, GraphConfig
+from .config import GraphConfig
 from .counters import RunnerStats, log
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
+from .holding import GraphHolding
 from .memory import device_state
 from .module_watch import ModuleWatch
 from .request_scope import Request, current_request
-from .signature import CallForm, Signature, sign
+from .signature import CallForm, sign
 from .tree import UnknownLeaf
 from .verify import Undo, Verdict, verify_call
-from .watch import BreakPolicy, load_modes
+from .watch import load_modes
 
 __all__ = ["GraphRunner", "RunnerOptions"]
 
 _LARGE_BYTES = 64 << 20
-Eager = Callable[..., object]
 _ASKED_FOR = (Reason.WARMING_UP, Reason.DISABLED, Reason.KILL_SWITCH)  # no error when strict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOptions:
-    """What a runner is told about its method besides the config."""
-
-    component: str = "module"
-    label: str = ""
-    key: Callable[[], Hashable] | None = None
-    ignore: tuple[str, ...] = ()
-    policy: BreakPolicy = field(default_factory=BreakPolicy)
-    guard: Callable[[], tuple[Reason, str] | None] | None = None
-    describe: Callable[[Signature], str] | None = None
-
-
-@dataclass(slots=True)
-class Call:
-    """One call: as the caller wrote it (`args`, `kwargs`), and normalised (`positional`, `named`).
-
-    `tensors` are its tensor leaves in freeze order of the normalised form.
-    """
-
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    positional: tuple[object, ...]
-    named: dict[str, object]
-    tensors: list[Tensor]
-    request: Request | None
-
-
-class GraphRunner:
+class GraphRunner(GraphHolding):
     """Serves calls of `eager` (a method of `module`) from graphs where that is proven equal."""
 
     def __init__(
@@ -78,17 +56,17 @@ class GraphRunner:
         self.stats = RunnerStats(options.label or options.component)
         self.disabled = 0
         self.cache = GraphCache(config.max_graphs, self._evict)
-        self._form_source = _signature_source(module, eager)
+        self._form_source = signature_source(module, eager)
         self._form = CallForm(self._form_source, options.ignore)
         self._watch = ModuleWatch(module)
-        self._settle_on(_device_of(module))
+        self._settle_on(device_of(module))
 
     def _settle_on(self, device: torch.device) -> None:
         """Serve a module that lies on `device` from now on."""
         self.device = device
         self.state = device_state(device)
         self.state.holders.add(self)
-        self.backend = _resolve_backend(self.config.backend_for(self.options.component), device)
+        self.backend = resolve_backend(self.config.backend_for(self.options.component), device)
         if self.backend not in ("off", "none"):
             load_modes()
         ignore = frozenset(self.options.ignore)
@@ -122,7 +100,7 @@ class GraphRunner:
         if os.environ.get("DIT_GRAPHS", "").lower() == "off":
             return Reason.KILL_SWITCH
         if self.backend == "none":
-            here = _device_of(self.module)
+            here = device_of(self.module)
             if here == self.device:
                 return Reason.NO_CUDA
             self._settle_on(here)
@@ -150,7 +128,7 @@ class GraphRunner:
         call = Call(args, kwargs, positional, named, tensors, request)
         entry = self.cache.find(signature, number)
         if entry is None:
-            self._check_tensors(tensors)
+            check_tensors(tensors, self.device)
             if self.cache.varies(signature):
                 raise CaptureAborted(Reason.VARYING_SCALAR, signature.describe())
             entry = self.cache.add(signature, self.options.policy, number)
@@ -195,17 +173,13 @@ class GraphRunner:
         self._capturer.note_eager(entry, clock, host_ms)
         if entry.state is State.COLD:
             entry.state = State.SEEN
-            self._rekey_if_settled(entry)
+            now = ambient_state(self.device)
+            if now != entry.signature.ambient:  # torch itself sets SDPA priorities at first use
+                self.cache.rekey(entry, entry.signature.under(now))
             moved = self._watch.adopt_changes()
             if moved is not None:
                 entry.plan.blocked = moved
         return result
-
-    def _rekey_if_settled(self, entry: Entry) -> None:
-        """Settings that torch itself made during the first call (SDPA priorities) are the key."""
-        now = ambient_state(self.device)
-        if now != entry.signature.ambient:
-            self.cache.rekey(entry, entry.signature.under(now))
 
     def _observe_and_capture(self, entry: Entry, call: Call) -> object:
         entry.state = State.SEEN
@@ -248,12 +222,7 @@ class GraphRunner:
             return
         self.stats.captures += 1
         assert entry.recording is not None
-        log.info(
-            "%s: captured %s: %s, %d segments, %d breaks, %.0f ms, %.1f MiB",
-            self.stats.component, self.describe(entry.signature), entry.backend,
-            entry.recording.segments, entry.recording.breaks, entry.capture_ms,
-            entry.recording.nbytes / 2**20,
-        )  # fmt: skip
+        self.note_capture(entry)
         if self.config.verify is False:
             assert entry.inputs is not None
             entry.inputs.prove(list(range(len(call.tensors))))
@@ -403,7 +372,7 @@ class GraphRunner:
         if self._watch.is_current(number):
             return
         change = self._watch.refresh(number)
-        source = _signature_source(self.module, self.eager)
+        source = signature_source(self.module, self.eager)
         if source != self._form_source:  # somebody patched `forward`
             self._form_source = source
             self._form = CallForm(source, self.options.ignore)
@@ -426,135 +395,3 @@ class GraphRunner:
         self._watch.refusal = refusal
         if refusal is not None:
             raise CaptureAborted(*refusal)
-
-    def _check_tensors(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-                raise CaptureAborted(Reason.TENSOR_SUBCLASS, type(tensor).__name__)
-            if tensor.layout is not torch.strided or tensor.device.type == "meta":
-                raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, str(tensor.layout))
-            if tensor.device != self.device and tensor.device.type != "cpu":
-                raise CaptureAborted(Reason.OTHER_DEVICE, str(tensor.device))
-
-    def mark_changed(self) -> None:
-        """A mutator ran (LoRA, processors, `.to`): the next call checks the module again."""
-        self._watch.forget()
-
-    def _make_room(self, entry: Entry) -> bool:
-        if not entry.is_held and not self.cache.make_room(entry):
-            entry.block(Reason.MAX_GRAPHS, self._room_detail(), entry.uses + 1)
-            return False
-        return True
-
-    def _room_detail(self) -> str:
-        held = [e.recording.nbytes for e in self.cache.held() if e.recording is not None]
-        per_graph = max(held, default=0)
-        return f"max_graphs={self.config.max_graphs}; one more needs about {per_graph >> 20} MiB"
-
-    def _settle_release(self, entry: Entry) -> None:
-        self.state.settle()
-        entry.release()
-
-    def _evict(self, entry: Entry) -> None:
-        log.info("%s: evicted %s", self.stats.component, self.describe(entry.signature))
-        self._settle_release(entry)
-        self.stats.evictions += 1
-
-    def drop_graphs(self) -> int:
-        """Closes every graph of this runner; signatures stay known. Returns how many."""
-        self.state.settle()
-        return self.cache.release_all()
-
-    def close(self) -> None:
-        """All graph memory of this runner is released; the last one also frees the pool."""
-        self.drop_graphs()
-        self.cache.entries.clear()
-        self.state.holders.discard(self)
-        if not any(holder.holds_graphs() for holder in list(self.state.holders)):
-            self.state.retire()
-
-    def holds_graphs(self) -> bool:
-        """Whether any graph is held."""
-        return bool(self.cache.held())
-
-    def report(self) -> dict[str, object]:
-        """Counters and one record per held graph, JSON-serialisable."""
-        return {
-            **self.stats.as_dict(),
-            "backend": self.backend,
-            "device": str(self.device),
-            "pool_bytes": self.state.pool_bytes(),
-            "graphs": [self._record(entry) for entry in self.cache.held()],
-        }
-
-    def _record(self, entry: Entry) -> dict[str, object]:
-        recording, inputs = entry.recording, entry.inputs
-        assert recording is not None and inputs is not None
-        return {
-            "signature": self.describe(entry.signature),
-            "backend": entry.backend,
-            "state": entry.state.value,
-            "segments": recording.segments,
-            "breaks": recording.breaks,
-            "captured_fraction": recording.captured_fraction,
-            "nbytes": recording.nbytes + inputs.nbytes,
-            "capture_ms": entry.capture_ms,
-            "replays": entry.replays,
-            "eager_ms": entry.eager_ms,
-            "replay_ms": entry.replay_ms,
-            "verified": f"{sum(inputs.proven)}/{len(inputs.proven)} leaves",
-        }
-
-    def warming_up(self) -> AbstractContextManager[None]:
-        """Inside, captures happen without admission (also under warmup_only)."""
-        return self._capturer.warming_up()
-
-    @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Inside, every call is eager."""
-        self.disabled += 1
-        try:
-            yield
-        finally:
-            self.disabled -= 1
-
-    def explain_misses(self) -> Iterator[str]:
-        """For signatures without a graph: why, and how they differ from the nearest graph."""
-        for entry in list(self.cache.entries.values()):
-            if entry.is_held:
-                continue
-            reason = entry.plan.blocked or entry.blocked
-            why = f"{reason[0]}: {reason[1]}" if reason is not None else entry.state.value
-            yield f"  no graph for {self.describe(entry.signature)}: {why}".rstrip()
-            nearest = self.cache.nearest(entry.signature)
-            if nearest is not None:
-                yield from (f"    {line}" for line in nearest.diff(entry.signature)[:6])
-
-    def describe(self, signature: Signature) -> str:
-        """A signature in the component's own words."""
-        if self.options.describe is not None:
-            return self.options.describe(signature)
-        return signature.describe()
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _resolve_backend(name: BackendName, device: torch.device) -> str:
-    """What "auto" means on this device; "none" where no graph is possible."""
-    if name == "off":
-        return "off"
-    if device.type == "cuda":
-        return name
-    return name if name in ("recorded", "debug") else "none"
-
-
-def _signature_source(module: nn.Module, eager: Eager) -> Eager:
-    if getattr(eager, "__func__", None) is nn.Module._call_impl:
-        return module.forward
-    return eager

@@ -241,8 +241,10 @@ def _specs(tensors: list[Tensor]) -> list[TensorSpec]:
             raise UnknownLeaf(str(tensor.layout))
         spec = TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, index)
         pointer = tensor.untyped_storage().data_ptr()
-        if pointer and skew_bytes(tensor):
-            spec = spec._replace(skew=skew_bytes(tensor))
+        # nearly every tensor starts at an aligned address
+        skew = skew_bytes(tensor) if tensor.data_ptr() & 255 else 0
+        if skew:
+            spec = spec._replace(skew=skew)
         if pointer:
             earlier = storages.setdefault(pointer, [])
             if earlier:

@@ -1,0 +1,95 @@
+"""Owns one wrapped call and what a runner is told about its method.
+
+Must never know graphs. The surprising fact: a module's device is asked of its weights each time it
+matters, because `pipe.to("cuda")` may come after `accelerate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .config import BackendName
+from .errors import CaptureAborted, Reason
+from .request_scope import Request
+from .signature import Signature
+from .watch import BreakPolicy
+
+__all__ = [
+    "Call",
+    "Eager",
+    "RunnerOptions",
+    "check_tensors",
+    "device_of",
+    "resolve_backend",
+    "signature_source",
+]
+
+Eager = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """What a runner is told about its method besides the config."""
+
+    component: str = "module"
+    label: str = ""
+    key: Callable[[], Hashable] | None = None
+    ignore: tuple[str, ...] = ()
+    policy: BreakPolicy = field(default_factory=BreakPolicy)
+    guard: Callable[[], tuple[Reason, str] | None] | None = None
+    describe: Callable[[Signature], str] | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call: as the caller wrote it (`args`, `kwargs`), and normalised (`positional`, `named`).
+
+    `tensors` are its tensor leaves in freeze order of the normalised form.
+    """
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    positional: tuple[object, ...]
+    named: dict[str, object]
+    tensors: list[Tensor]
+    request: Request | None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the module's weights lie; the current device for a module without any."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def resolve_backend(name: BackendName, device: torch.device) -> str:
+    """What "auto" means on this device; "none" where no graph is possible."""
+    if name == "off":
+        return "off"
+    if device.type == "cuda":
+        return name
+    return name if name in ("recorded", "debug") else "none"
+
+
+def signature_source(module: nn.Module, eager: Eager) -> Eager:
+    """The function whose parameters a call of `eager` fills."""
+    if getattr(eager, "__func__", None) is nn.Module._call_impl:
+        return module.forward
+    return eager
+
+
+def check_tensors(tensors: list[Tensor], device: torch.device) -> None:
+    """Raises `CaptureAborted` for a tensor that no static buffer on `device` can stand for."""
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise CaptureAborted(Reason.TENSOR_SUBCLASS, type(tensor).__name__)
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, str(tensor.layout))
+        if tensor.device != device and tensor.device.type != "cpu":
+            raise CaptureAborted(Reason.OTHER_DEVICE, str(tensor.device))

@@ -1,0 +1,146 @@
+"""Owns the graphs one runner holds: room for new ones, eviction, release, and what they report.
+
+Must never know how a call is served. The surprising fact: closing the last graph of a device also
+gives up the shared pool, so that `restore` returns the memory and not only the right to reuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from .cache import Entry, GraphCache
+from .calls import RunnerOptions
+from .capture import Capturer
+from .config import GraphConfig
+from .counters import RunnerStats, log
+from .errors import Reason
+from .memory import DeviceState
+from .module_watch import ModuleWatch
+from .signature import Signature
+
+__all__ = ["GraphHolding"]
+
+
+class GraphHolding:
+    """The part of a runner that keeps graphs; `GraphRunner` adds the calls."""
+
+    config: GraphConfig
+    options: RunnerOptions
+    stats: RunnerStats
+    cache: GraphCache
+    state: DeviceState
+    backend: str
+    disabled: int
+    _watch: ModuleWatch
+    _capturer: Capturer
+
+    def mark_changed(self) -> None:
+        """A mutator ran (LoRA, processors, `.to`): the next call checks the module again."""
+        self._watch.forget()
+
+    def note_capture(self, entry: Entry) -> None:
+        """One line about a new graph."""
+        assert entry.recording is not None
+        log.info(
+            "%s: captured %s: %s, %d segments, %d breaks, %.0f ms, %.1f MiB",
+            self.stats.component, self.describe(entry.signature), entry.backend,
+            entry.recording.segments, entry.recording.breaks, entry.capture_ms,
+            entry.recording.nbytes / 2**20,
+        )  # fmt: skip
+
+    def _make_room(self, entry: Entry) -> bool:
+        if not entry.is_held and not self.cache.make_room(entry):
+            entry.block(Reason.MAX_GRAPHS, self._room_detail(), entry.uses + 1)
+            return False
+        return True
+
+    def _room_detail(self) -> str:
+        held = [e.recording.nbytes for e in self.cache.held() if e.recording is not None]
+        per_graph = max(held, default=0)
+        return f"max_graphs={self.config.max_graphs}; one more needs about {per_graph >> 20} MiB"
+
+    def _settle_release(self, entry: Entry) -> None:
+        self.state.settle()
+        entry.release()
+
+    def _evict(self, entry: Entry) -> None:
+        log.info("%s: evicted %s", self.stats.component, self.describe(entry.signature))
+        self._settle_release(entry)
+        self.stats.evictions += 1
+
+    def drop_graphs(self) -> int:
+        """Closes every graph of this runner; signatures stay known. Returns how many."""
+        self.state.settle()
+        return self.cache.release_all()
+
+    def close(self) -> None:
+        """All graph memory of this runner is released; the last one also frees the pool."""
+        self.drop_graphs()
+        self.cache.entries.clear()
+        self.state.holders.discard(self)
+        if not any(holder.holds_graphs() for holder in list(self.state.holders)):
+            self.state.retire()
+
+    def holds_graphs(self) -> bool:
+        """Whether any graph is held."""
+        return bool(self.cache.held())
+
+    def report(self) -> dict[str, object]:
+        """Counters and one record per held graph, JSON-serialisable."""
+        return {
+            **self.stats.as_dict(),
+            "backend": self.backend,
+            "device": str(self.state.device),
+            "pool_bytes": self.state.pool_bytes(),
+            "graphs": [self._record(entry) for entry in self.cache.held()],
+        }
+
+    def _record(self, entry: Entry) -> dict[str, object]:
+        recording, inputs = entry.recording, entry.inputs
+        assert recording is not None and inputs is not None
+        return {
+            "signature": self.describe(entry.signature),
+            "backend": entry.backend,
+            "state": entry.state.value,
+            "segments": recording.segments,
+            "breaks": recording.breaks,
+            "captured_fraction": recording.captured_fraction,
+            "nbytes": recording.nbytes + inputs.nbytes,
+            "capture_ms": entry.capture_ms,
+            "replays": entry.replays,
+            "eager_ms": entry.eager_ms,
+            "replay_ms": entry.replay_ms,
+            "verified": f"{sum(inputs.proven)}/{len(inputs.proven)} leaves",
+        }
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Inside, captures happen without admission (also under warmup_only)."""
+        return self._capturer.warming_up()
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Inside, every call is eager."""
+        self.disabled += 1
+        try:
+            yield
+        finally:
+            self.disabled -= 1
+
+    def explain_misses(self) -> Iterator[str]:
+        """For signatures without a graph: why, and how they differ from the nearest graph."""
+        for entry in list(self.cache.entries.values()):
+            if entry.is_held:
+                continue
+            reason = entry.plan.blocked or entry.blocked
+            why = f"{reason[0]}: {reason[1]}" if reason is not None else entry.state.value
+            yield f"  no graph for {self.describe(entry.signature)}: {why}".rstrip()
+            nearest = self.cache.nearest(entry.signature)
+            if nearest is not None:
+                yield from (f"    {line}" for line in nearest.diff(entry.signature)[:6])
+
+    def describe(self, signature: Signature) -> str:
+        """A signature in the component's own words."""
+        if self.options.describe is not None:
+            return self.options.describe(signature)
+        return signature.describe()
