@@ -23,6 +23,7 @@ from dit_graphs.wrapping import break_policy, check_wrappable, runner_of
 
 from .components import Component, components_of, describe_denoiser, parts_of, state_guard
 from .installed import InstalledRunner, runners_behind, take_off, wrap_part
+from .mutators import MODULE_MUTATORS, PIPELINE_MUTATORS
 
 __all__ = [
     "Acceleration",
@@ -37,48 +38,6 @@ __all__ = [
 T = TypeVar("T")
 
 _ATTRIBUTE = "_dit_graphs"
-_MUTATORS = (
-    "load_lora_weights",
-    "unload_lora_weights",
-    "set_adapters",
-    "disable_lora",
-    "enable_lora",
-    "delete_adapters",
-    "fuse_lora",
-    "unfuse_lora",
-    "enable_lora_hotswap",
-    "set_ip_adapter_scale",
-    "load_ip_adapter",
-    "unload_ip_adapter",
-    "enable_freeu",
-    "disable_freeu",
-    "fuse_qkv_projections",
-    "unfuse_qkv_projections",
-    "to",
-)
-_MODULE_MUTATORS = (
-    "load_state_dict",
-    "_apply",
-    "set_adapters",
-    "set_adapter",
-    "add_adapter",
-    "delete_adapters",
-    "enable_adapters",
-    "disable_adapters",
-    "set_attn_processor",
-    "set_attention_backend",
-    "reset_attention_backend",
-    "enable_freeu",
-    "disable_freeu",
-    "fuse_qkv_projections",
-    "unfuse_qkv_projections",
-    "enable_cache",
-    "disable_cache",
-    "enable_tiling",
-    "disable_tiling",
-    "enable_slicing",
-    "disable_slicing",
-)
 
 
 class Acceleration:
@@ -139,7 +98,7 @@ class Acceleration:
                 self._refuse(part, error)
                 continue
             self.parts[part.label] = part
-            self._watch_mutators(part.module, _MODULE_MUTATORS)
+            self._watch_mutators(part.module, MODULE_MUTATORS)
             for label, runner in made.items():
                 log.info("%s: %s", label, _choice(self.config, part, runner))
 
@@ -159,7 +118,7 @@ class Acceleration:
     def _override_pipeline(self) -> None:
         self._override(self.target, "progress_bar", self._on_progress_bar)
         self._override(self.target, "maybe_free_model_hooks", self._on_end)
-        self._watch_mutators(self.target, _MUTATORS)
+        self._watch_mutators(self.target, PIPELINE_MUTATORS)
 
     def _watch_mutators(self, owner: object, names: tuple[str, ...]) -> None:
         for name in names:

@@ -1,0 +1,52 @@
+"""Owns the names of the methods that change weights, adapters, processors or caches.
+
+Must never know graphs. The surprising fact: a callback may call any of them between two steps of
+one request, so after each the module is looked at again before the next call replays.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MODULE_MUTATORS", "PIPELINE_MUTATORS"]
+
+PIPELINE_MUTATORS = (
+    "load_lora_weights",
+    "unload_lora_weights",
+    "set_adapters",
+    "disable_lora",
+    "enable_lora",
+    "delete_adapters",
+    "fuse_lora",
+    "unfuse_lora",
+    "enable_lora_hotswap",
+    "set_ip_adapter_scale",
+    "load_ip_adapter",
+    "unload_ip_adapter",
+    "enable_freeu",
+    "disable_freeu",
+    "fuse_qkv_projections",
+    "unfuse_qkv_projections",
+    "to",
+)
+MODULE_MUTATORS = (
+    "load_state_dict",
+    "_apply",
+    "set_adapters",
+    "set_adapter",
+    "add_adapter",
+    "delete_adapters",
+    "enable_adapters",
+    "disable_adapters",
+    "set_attn_processor",
+    "set_attention_backend",
+    "reset_attention_backend",
+    "enable_freeu",
+    "disable_freeu",
+    "fuse_qkv_projections",
+    "unfuse_qkv_projections",
+    "enable_cache",
+    "disable_cache",
+    "enable_tiling",
+    "disable_tiling",
+    "enable_slicing",
+    "disable_slicing",
+)
