@@ -114,6 +114,17 @@ class GraphConfig:
             return self.memory_budget.get(path, "auto")
         return self.memory_budget
 
+    def check_available(self) -> None:
+        """Raises `ConfigError` for a value this version knows but cannot honour yet."""
+        if self.numerics == "fused":
+            raise ConfigError(
+                'numerics="fused" is not available in this version: use "exact" (eager\'s kernels)'
+            )
+        if self.manifest is not None:
+            raise ConfigError(
+                "manifest is not available in this version: leave it out and call warmup() at start"
+            )
+
     def with_overrides(self, **overrides: object) -> GraphConfig:
         """A copy with the given fields; an unknown name raises `ConfigError` with the list."""
         known = {f.name for f in fields(self)}

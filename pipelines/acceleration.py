@@ -264,6 +264,7 @@ def accelerate(target: T, config: GraphConfig | None = None, **overrides: object
     untouched, where it cannot be wrapped.
     """
     config = (config or GraphConfig()).with_overrides(**overrides)
+    config.check_available()
     existing = acceleration_of(target)
     if existing is not None:
         if existing.config == config:

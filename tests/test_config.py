@@ -1,0 +1,58 @@
+"""GraphConfig refuses what it cannot do, in a sentence, before anything is wrapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dit_graphs
+from dit_graphs import ConfigError, GraphConfig
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("field", [{"numerics": "fused"}, {"manifest": "graphs.json"}])
+@pytest.mark.parametrize("entry", [dit_graphs.wrap, dit_graphs.accelerate])
+def test_a_value_without_effect_is_refused_and_nothing_is_wrapped(entry, field) -> None:
+    module = Doubling()
+    before = dict(vars(module))
+    with pytest.raises(ConfigError, match="not available in this version"):
+        entry(module, GraphConfig(**field))
+    assert vars(module) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("backend", "fast", "backend: expected one of"),
+        ("backend", {"unet": "full"}, "mapping key"),
+        ("capture", "always", "capture: expected one of"),
+        ("attention", True, "attention: expected one of"),
+        ("verify", 1, "verify: expected one of"),
+        ("components", "denoiser", "components: expected a tuple"),
+        ("components", ("unet",), "components: expected one of"),
+        ("memory_budget", -1, "bytes ≥ 0"),
+        ("memory_budget", True, "bytes ≥ 0"),
+        ("max_graphs", 0, "whole number ≥ 1"),
+        ("prompt_buckets", (64, 32), "lengths must rise"),
+        ("max_size", {"encode": 4}, "max_size: phase"),
+        ("strict", 1, "strict: expected one of"),
+        ("manifest", 3, "manifest: expected a path"),
+    ],
+)
+def test_a_wrong_value_names_the_field_and_what_it_takes(field, value, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        GraphConfig(**{field: value})
+
+
+def test_an_unknown_field_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="max_graphs"):
+        GraphConfig().with_overrides(max_graph=3)
