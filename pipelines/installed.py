@@ -79,8 +79,9 @@ def _maker(
 
         def generator(original: Function) -> Function:
             return TextGenerator(
-                part.module, original, config, label=part.label, guard=options.guard
-            )
+                part.module, original, config, label=part.label, guard=options.guard,
+                policy=options.policy,
+            )  # fmt: skip
 
         return generator
     from .text_encoder.encode import EncodeRunner

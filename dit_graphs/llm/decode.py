@@ -93,6 +93,11 @@ class DecodeRunner:
 
     def too_large(self, rows: int, tokens: int) -> tuple[Reason, str] | None:
         """Why a batch of `rows` texts of `tokens` has no bucket, or None."""
+        budget = self.config.budget_for("decode")
+        needed = rows * slot_length(tokens, 0) * self.slots().token_bytes
+        if budget != "auto" and needed > budget:
+            detail = f"{needed >> 10} KiB of keys and values, {budget >> 10} KiB are allowed"
+            return Reason.MEMORY_BUDGET, detail
         limit = self.max_rows(tokens)
         if batch_bucket(rows, limit) is None:
             return Reason.ABOVE_MAX_SIZE, f"{rows} rows, max_size['decode'] is {limit}"

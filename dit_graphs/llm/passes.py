@@ -40,9 +40,9 @@ _USES_BEFORE_RETRY = 64
 class Pass:
     """A function without arguments: what it computes lies in tensors it owns.
 
-    `path`: passes of one path run the same code at several sizes. `results()`: views of everything a run reads and changes. `witnesses()`: copies of what else it
-    leaves behind. `poison()`: makes a run that does nothing show. `resting()`: a context in which a
-    run touches nothing that matters.
+    `path`: passes of one path run the same code at several sizes. `results()`: views of everything
+    a run reads and changes. `witnesses()`: copies of what else it leaves behind. `poison()`: makes
+    a run that does nothing show. `resting()`: a context in which a run touches nothing of value.
     """
 
     name: str
@@ -190,6 +190,7 @@ class PassRunner:
         entry = held.entry
         assert entry.recording is not None
         self.stats.captures += 1
+        self.state.holders.add(self)  # a closed runner that is used again holds graphs again
         log.info(
             "%s: captured %s: %s, %.0f ms, %.1f MiB", self.component, held.used.name,
             entry.backend, entry.capture_ms, entry.recording.nbytes / 2**20,

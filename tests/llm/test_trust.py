@@ -8,6 +8,7 @@ import pytest
 import tiny_llms
 import torch
 
+import dit_graphs
 from dit_graphs import ConfigError, FallbackError, GraphConfig, GraphError, Reason
 from dit_graphs.backends.recorded import RecordedRecording
 from dit_graphs.llm import DecodeRunner, Prompt, Sampling, SlotCache
@@ -113,6 +114,28 @@ def test_a_step_that_reads_the_host_is_written_eagerly_and_named(recorded):
     stats = generator.runner.stats
     assert stats.replays == 0 and stats.captures == 1  # the choice of tokens only
     assert stats.fallbacks[Reason.CAPTURE_FAILED] == 22
+
+
+def test_keys_and_values_count_in_the_memory_budget(recorded, qwen3):
+    # 2 rows × 32 tokens × 384 bytes = 24 KiB
+    tight, wide = (
+        recorded(qwen3, memory_budget={"decode": kib << 10}) for kib in (23, 24)
+    )  # fmt: skip
+    for generator in (tight, wide):
+        assert torch.equal(*both(generator, qwen3))
+    assert tight.runner.stats.fallbacks == {Reason.MEMORY_BUDGET: 1}
+    assert tight.runner.cache.nbytes == 0
+    assert wide.runner.stats.replays == 10
+
+
+def test_attention_asked_to_be_eager_is_not_captured(qwen3):
+    model = tiny_llms.build("qwen3")
+    dit_graphs.accelerate(model, backend="recorded", attention="eager")
+    batch = tiny_llms.prompts([9])
+    expected = qwen3.generate(**batch, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False), expected)
+    decode = dit_graphs.stats(model)["components"]["decode"]
+    assert decode["replays"] == 0 and decode["fallbacks"] == {"capture_failed": 7}
 
 
 def test_debug_takes_the_same_path_without_any_graph(qwen3, caplog):
