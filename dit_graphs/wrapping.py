@@ -102,6 +102,7 @@ def wrap_with(
     existing = runner_of(module, method) if isinstance(module, nn.Module) else None
     if existing is not None:
         return existing
+    config.check_available()
     check_wrappable(module, method)
     made: list[GraphRunner] = []
 
