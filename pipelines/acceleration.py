@@ -7,6 +7,7 @@ need through two methods it calls anyway: `progress_bar`, whose total is the num
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -159,9 +160,23 @@ class Acceleration:
             bar = original(*args, **kwargs)
             total = getattr(bar, "total", None)
             self.begin(int(total) if total else None)
+            self._end_on_error(bar)
             return bar
 
         return call
+
+    def _end_on_error(self, bar: object) -> None:
+        """A loop that raises ends its request: what was checked for it must not be believed on."""
+        close = getattr(bar, "close", None)
+        if not callable(close):
+            return
+
+        def closing(*args: object, **kwargs: object) -> object:
+            if sys.exc_info()[0] is not None:
+                self.end()
+            return close(*args, **kwargs)
+
+        setattr(bar, "close", closing)  # noqa: B010
 
     def _on_end(self, original: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
