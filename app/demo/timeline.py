@@ -16,7 +16,7 @@ from .trace import Calls, RunTrace, Span
 
 __all__ = ["LEGEND", "reason_words", "timeline_html"]
 
-_NUMBERED_STEPS = 40
+_STEP_LABEL, _STAGE_LABEL = 1.9, 6.0  # percent of the width that a label needs
 _WORDS = {
     "graph": "from a graph",
     "eager": "eager",
@@ -32,7 +32,7 @@ LEGEND = "".join(
 def timeline_html(trace: RunTrace) -> str:
     """The bars, the GPU's lane or why there is none, and the numbers in a table."""
     total = trace.total_ms or 1.0
-    bars = "".join(_bar(span, total, len(trace.spans)) for span in trace.spans)
+    bars = "".join(_bar(span, total) for span in trace.spans)
     return (
         f'<div class="dg-lanes"><span class="dg-lane-name">calls</span>'
         f'<div class="dg-lane" role="img" aria-label="{text(_summary(trace))}">{bars}</div>'
@@ -44,10 +44,10 @@ def timeline_html(trace: RunTrace) -> str:
     )
 
 
-def _bar(span: Span, total: float, count: int) -> str:
+def _bar(span: Span, total: float) -> str:
     left, width = 100 * span.start_ms / total, 100 * (span.end_ms - span.start_ms) / total
     name = str(span.index) if span.stage == "step" else span.stage
-    is_wide = count <= _NUMBERED_STEPS if span.stage == "step" else width > 6
+    is_wide = width > (_STEP_LABEL if span.stage == "step" else _STAGE_LABEL)
     label = f"<b>{text(name)}</b>" if is_wide else ""
     mark = '<i class="dg-capture-mark"></i>' if span.total.captures else ""
     return (

@@ -144,6 +144,7 @@ class DemoPage:
     def finished(self) -> str:
         """Waits for the run's end and gives the parameters of the picture in front."""
         self.wait(lambda: "Done: " in self.stage)
+        self.wait(lambda: self.find("#dg-gallery img"))
         return str(self.wait(lambda: self.find(".dg-details-card")).text)
 
     @property
