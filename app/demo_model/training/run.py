@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--vae-batch", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=5e-4)
+    parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--vae-rate", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true")

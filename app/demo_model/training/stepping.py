@@ -86,7 +86,8 @@ class Step:
 
     `function` computes the loss, its gradients and the update, reads only tensors of fixed
     addresses and returns None. With `capture` it is recorded after `warmup` plain runs (which do
-    train).
+    train). The step keeps `function` alive: a graph knows addresses only, so what the closure alone
+    owns (tables, index ranges) would be freed and its memory given to the next sampling.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Step:
         capture: bool,
         warmup: int = 4,
     ) -> None:
+        self._function = function
         self._run = function
         if not capture:
             return

@@ -11,7 +11,7 @@ import argparse
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from dit_graphs.app.demo_model.training.stepping import (
 from dit_graphs.app.demo_model.training.tokenizer import VOCABULARY
 from dit_graphs.app.demo_model.training.train_vae import encode, to_latents
 
+WINDOW_SECONDS = 5.0  # of one mean in the log, by which a climbing loss is noticed
 LONG_EVERY = 10  # one step in so many uses long captions (64 caption tokens) as prompts
 
 
@@ -54,7 +55,7 @@ class FlowSettings:
 
     seconds: float
     batch: int = 512
-    rate: float = 5e-4  # 1.5e-3 diverged after some 500 steps
+    rate: float = 3e-4  # losses climbed at the peak of 6e-4, and 1.5e-3 diverged
     empty: float = 0.1
     text_weight: float = 0.1
     shift: float = 2.0
@@ -170,7 +171,7 @@ def train_flow(
         parameter.requires_grad_(False)
     optimizer = build_optimizer(parameters, (0.9, 0.95), 0.01)
     average = Average(parameters, averaged.parameters(), 0.999)
-    total = torch.zeros(3, device=device)
+    total = torch.zeros(4, device=device)  # flow, text, short steps, norm of the gradients
 
     def step_of(
         losses: Callable[[], tuple[torch.Tensor, torch.Tensor]], is_short: float, capture: bool
@@ -181,11 +182,11 @@ def train_flow(
                 flow, text = losses()
             optimizer.zero_grad(set_to_none=True)
             (flow + settings.text_weight * text).backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             average.update()
             ones = torch.full_like(flow, is_short)
-            total.add_(torch.stack((flow.detach() * is_short, text.detach(), ones)))
+            total.add_(torch.stack((flow.detach() * is_short, text.detach(), ones, norm)))
 
         return Step(function, optimizer, capture)
 
@@ -200,17 +201,47 @@ def train_flow(
     wait(device)
     log("flow", event="steps ready", took=time.monotonic() - start)
 
-    def rewind() -> None:
-        """Back to the averaged weights, with a fresh optimizer."""
-        torch._foreach_copy_([p.detach() for p in parameters], averaged.parameters())
-        for state in optimizer.state.values():
+    guard = Guard(parameters, averaged.parameters(), optimizer)
+    _loop(steps, optimizer, settings, total, start, log, lambda: checkpoint(averaged), guard, every)
+    return averaged
+
+
+class Guard:
+    """Keeps the averaged weights of the best window, and goes back to them when the loss climbs.
+
+    A copy, because the moving average itself holds half of what the last 700 steps did: after a
+    window of divergence it is no place to go back to.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        averaged: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._parameters = [p.detach() for p in parameters]
+        self._averaged = [p.detach() for p in averaged]
+        self._kept = [p.clone() for p in self._averaged]
+        self._optimizer = optimizer
+        self._best = math.inf
+
+    def has_rewound(self, loss: float) -> bool:
+        """Judges a window by its mean loss; True where the weights and the optimizer went back.
+
+        The optimizer then starts afresh: warm its rate up again, for its first step moves every
+        weight by the whole rate.
+        """
+        if loss <= 1.3 * self._best:
+            if loss < self._best:
+                self._best = loss
+                torch._foreach_copy_(self._kept, self._averaged)
+            return False
+        torch._foreach_copy_(self._parameters, self._kept)
+        torch._foreach_copy_(self._averaged, self._kept)
+        for state in self._optimizer.state.values():
             for value in state.values():
                 value.zero_()
-
-    _loop(
-        steps, optimizer, settings, total, start, log, lambda: checkpoint(averaged), rewind, every
-    )
-    return averaged
+        return True
 
 
 def _loop(
@@ -221,38 +252,36 @@ def _loop(
     start: float,
     log: Log,
     checkpoint: Callable[[], None],
-    rewind: Callable[[], None],
+    guard: Guard,
     every: float,
 ) -> None:
     """Repeats the steps until the time is over; a loss that climbs rewinds and halves the rate."""
-    slower, best = 1.0, math.inf
-    num, since, logged, saved = 0, 0, time.monotonic(), time.monotonic()
+    slower, num, warm, since = 1.0, 0, 0, 0
+    logged = saved = time.monotonic()
     total.zero_()
     while (progress := (time.monotonic() - start) / settings.seconds) < 1:
-        set_rate(optimizer, slower * rate_at(num, progress, settings.rate))
+        set_rate(optimizer, slower * rate_at(warm, progress, settings.rate))
         steps[num % LONG_EVERY == LONG_EVERY - 1]()
-        num, since = num + 1, since + 1
+        num, warm, since = num + 1, warm + 1, since + 1
         if num % 20 == 0:
             wait(total.device)  # keeps the host from running ahead of the clock
-        if time.monotonic() - logged > 10:
-            flow, text, count = total.tolist()
+        if time.monotonic() - logged > WINDOW_SECONDS:
+            flow, text, count, norm = total.tolist()
+            flow, text, norm = flow / max(count, 1), text / max(count, 1), norm / since
             spent = (time.monotonic() - logged) * 1000 / since
-            log("flow", step=num, flow=flow / max(count, 1), text=text / max(count, 1), ms=spent)
+            log("flow", step=num, flow=flow, text=text, norm=norm, ms=spent)
             if not math.isfinite(flow + text):
                 raise FloatingPointError(f"the loss is not finite at step {num}")
-            mean = flow / max(count, 1)
-            if mean > 1.3 * best:
-                slower /= 2
-                rewind()
+            if guard.has_rewound(flow):
+                slower, warm = slower / 2, 0
                 log("flow", event="rewound", step=num, slower=slower)
-            best = min(best, mean)
             total.zero_()
             since, logged = 0, time.monotonic()
         if time.monotonic() - saved > every:
             checkpoint()
-            saved = logged = time.monotonic()
             total.zero_()
-            since = 0
+            since, saved = 0, time.monotonic()
+            logged = saved
     wait(total.device)
     log("flow", event="done", step=num, batch=settings.batch)
 
