@@ -16,10 +16,10 @@ from the first run's `flow.safetensors`: its time embedding has run away (`fix_t
 `models`). Neither that fix nor the one of `stepping.Step` has been seen on a GPU yet, so run
 `pytest -m gpu tests/app/test_demo_training.py` there first. What to watch in the log:
 
-- `norm`, of the gradients before clipping: 1.7 for fresh networks. The first run's last weights gave
+- `norm`, of gradients before clipping: 1.7 for fresh networks. The first run's last weights gave
   4.5, nearly all of it in the final modulation; a norm that climbs announces a climbing loss.
 - `flow` after 1,300 steps: below the first run's 0.6. A `rewound` event means too high a rate.
-- the minute after "steps ready": a captured step that fails at the first checkpoint, where the plain
+- the minute after "steps ready": a captured step that fails at the first checkpoint, where a plain
   one does not, reads memory that the checkpoint has reused.
 """
 
