@@ -119,9 +119,12 @@ def test_b14_weights_that_moved_or_changed_are_the_ones_used(where: Where, kind:
             change(module)
     with dit_graphs.request(total_steps=5):
         _serve(twin, 900)
-    assert twin.runner.stats.invalidations == (
-        3 if moves and kind != "a bias taken away" else 0
-    ) or (kind == "a bias taken away" and twin.runner.stats.invalidations >= 1)
+    invalidations = twin.runner.stats.invalidations
+    if not moves:
+        assert invalidations == 0
+    elif where.backend != "debug":
+        # a recording holds the old memory; debug does not, and the new may lie where the old did
+        assert invalidations == (1 if kind == "a bias taken away" else 3)
 
 
 def test_b14_a_block_swapped_for_another_kind(where: Where) -> None:
