@@ -116,17 +116,26 @@ class SlotCache:
         self.slots = self.length = 0
         self.generation += 1
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        *,
+        slots: Tensor | None = None,
+    ) -> None:
         """Row i's new keys and values lie in slot i at its `positions`, int64 [B, tokens].
 
-        `keys`, `values`: [B, heads, tokens, dim].
+        `keys`, `values`: [B, heads, tokens, dim]. `slots`: int64 [B, tokens], where they differ
+        from token to token.
         Raises `GraphError` for a layer the layout does not have.
         """
         if layer >= len(self._keys) or self._slots is None:
             raise GraphError(
                 f"layer {layer} of {len(self._keys)}: the slots were laid out for less"
             )
-        rows = self._slots[: positions.shape[0], None]
+        rows = self._slots[: positions.shape[0], None] if slots is None else slots
         self._keys[layer][rows, :, positions] = keys.transpose(1, 2)
         self._values[layer][rows, :, positions] = values.transpose(1, 2)
 

@@ -105,7 +105,7 @@ class Writing:
         assert runner.cache is not None and runner.rows is not None
         self.cache, self.state = runner.cache, runner.rows
         self.context = context_bucket(tokens, self.cache.length)
-        key = (ambient_state(runner.device), runner.watch.state_id(None), self.cache.generation)
+        key = (ambient_state(runner.device), runner.watch.state_id, self.cache.generation)
         self.model_pass = model_pass(
             runner.model, self.cache, self.state, runner.state,
             rows=self.bucket, context=self.context, is_flat=self.prompt.is_flat, key=key,

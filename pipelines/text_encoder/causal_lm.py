@@ -107,8 +107,13 @@ class CausalLM:
         positions: Tensor,
         allowed: Mapping[str, Tensor],
         store: KeyValueStore,
+        *,
+        keep: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, vocabulary] of `tokens` [B, T]; see `llm.LanguageModel`."""
+        """Logits [B, T, vocabulary] of `tokens` [B, T]; see `llm.LanguageModel`.
+
+        `keep`: int64 [n], the columns whose logits are wanted: [B, n, vocabulary].
+        """
         masks = {kind: self._ready(mask) for kind, mask in allowed.items()}
         # one mask fits every forward; only models with several kinds of layers take a mapping
         mask = next(iter(masks.values())) if len(masks) == 1 else masks
@@ -120,6 +125,8 @@ class CausalLM:
             "return_dict": True,
             self.cache_name: SlotView(store),
         }
+        if keep is not None:
+            arguments["logits_to_keep"] = keep
         with mask_decisions_as_eager():
             return cast(Tensor, self.module.forward(**arguments).logits)
 

@@ -152,7 +152,9 @@ class TextGenerator:
                 outputs = cast(Any, self.module)._prefill(input_ids, generation_config, given)
                 return cast(Tensor, outputs.logits[:, -1].float())
 
-            return self.prefill.read(PromptPass(input_ids, model_kwargs, store, run, asked.pad))
+            return self.prefill.read(
+                PromptPass(input_ids, model_kwargs, store, run, asked.pad, asked.lengths)
+            )
 
         tokens = self.runner.generate(
             prompt,

@@ -173,10 +173,32 @@ def test_the_log_names_mode_and_graph_of_every_pass(recorded, qwen3, caplog):
 def test_prompts_padded_to_a_ladder_write_the_same(recorded, qwen3):
     generator = recorded(qwen3, prompt_buckets=PROMPT_LADDER)
     check(generator, qwen3, [40], 8)  # slots that hold everything below
-    for length in (21, 22, 23, 24, 21):
-        check(generator, qwen3, [length, 5], 8)
+    for length in (21, 22, 23, 21, 22):
+        check(generator, qwen3, [length], 8)
     assert generator.prefill.stats.replays >= 2
-    assert len(generator.prefill.cache.held()) == 1  # one graph for every length up to 24
+    assert len(generator.prefill.cache.held()) == 1  # one graph for every length up to 23
+
+
+@pytest.mark.parametrize("name", tiny_llms.DECODERS)
+def test_ragged_prompts_are_packed_into_one_row(recorded, name, caplog):
+    """21 + 5 + 9 tokens are 35 in a bucket of 48, where dense rows would be 3 × 24."""
+    model = tiny_llms.build(name)
+    generator = recorded(model, prompt_buckets=PROMPT_LADDER)
+    check(generator, model, [40, 3, 3, 3], 8)  # slots that hold everything below
+    with caplog.at_level(logging.INFO, logger="dit_graphs"):
+        for lengths in ([21, 5, 9], [17, 14, 3], [22, 20, 1], [4, 24, 8], [19, 3, 20]):
+            check(generator, model, lengths, 8, seed=sum(lengths))
+    assert generator.prefill.stats.replays >= 2
+    assert generator.prefill.stats.fallbacks.keys() == {Reason.WARMING_UP}
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("(one row of 48, 4 request slots)" in line for line in lines)
+
+
+def test_rows_of_one_length_are_not_packed(recorded, qwen3, caplog):
+    generator = recorded(qwen3, prompt_buckets=PROMPT_LADDER)
+    with caplog.at_level(logging.INFO, logger="dit_graphs"):
+        check(generator, qwen3, [24, 24], 8)
+    assert any("2 × 24 tokens (bucket 24)" in r.getMessage() for r in caplog.records)
 
 
 def test_counters_and_slots_are_reported(recorded, qwen3):
