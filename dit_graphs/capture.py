@@ -290,7 +290,9 @@ class Capturer:
                     return call()
                 policy = entry.plan.policy
                 module, device = self.forward.module, self.state.device
-                guard = Guard(module, device, policy, observation.constants, log)
+                observed = entry.observation is not None
+                constants = observation.constants
+                guard = Guard(module, device, policy, constants, log, is_observed=observed)
                 with breaking_modules(module, policy.modules), guard:
                     return call()
 

@@ -218,6 +218,8 @@ class CaptureLog(Protocol):
 
     def note_launch(self) -> None: ...
 
+    def is_produced(self, tensor: Tensor) -> bool: ...
+
 
 class Guard(Watch):
     """Watches a capture: constants come from the observation, host traffic aborts it."""
@@ -231,10 +233,13 @@ class Guard(Watch):
         policy: BreakPolicy,
         constants: ConstantTable,
         log: CaptureLog,
+        *,
+        is_observed: bool = True,
     ) -> None:
         super().__init__(module, device, policy)
         self._constants = constants
         self._log = log
+        self._is_observed = is_observed
 
     def host_read(self, name: str) -> None:
         path, location = self.location()
@@ -249,6 +254,15 @@ class Guard(Watch):
         with unwatched():
             made_from = source()
         return self._constants.recall(key, made_from)
+
+    def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
+        if self._is_observed:
+            return
+        # taken for a size like the others: what the compare could not undo must not be in it
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise CaptureAborted(Reason.CAPTURE_FAILED, "draws from a generator, not observed yet")
+        if any(not self._log.is_produced(tensor) for tensor in traits.written(args, kwargs)):
+            raise CaptureAborted(Reason.CAPTURE_FAILED, f"{traits.name}: a write not observed yet")
 
     def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
         for tensor in iter_tensors((*args, *kwargs.values())):

@@ -40,6 +40,7 @@ from .watch import load_modes
 __all__ = ["GraphRunner", "RunnerOptions"]
 
 _LARGE_BYTES = 64 << 20
+_OBSERVABLE = (Reason.CAPTURE_FAILED, Reason.CONSTANT_CHANGED, Reason.HOST_COPY, Reason.HOST_READ)
 _ASKED_FOR = (Reason.WARMING_UP, Reason.DISABLED, Reason.KILL_SWITCH)  # no error when strict
 
 
@@ -211,10 +212,11 @@ class GraphRunner(GraphHolding):
         """The entry holds a graph afterwards, or is blocked with a reason."""
         if not self._make_room(entry):
             return
+        was_observed = entry.observation is not None
         try:
             self._capturer.capture(entry, call.positional, call.named, call.tensors)
         except CaptureAborted as refusal:
-            if entry.observation is None and refusal.reason is Reason.CONSTANT_CHANGED:
+            if not was_observed and refusal.reason in _OBSERVABLE:
                 entry.plan.is_simple = False  # this size is not like the others: observe it
                 entry.release()
                 return

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from twin import Twin, Where
 
+import dit_graphs
+from dit_graphs import eager_on_graph
+from dit_graphs.wrapping import runner_of
+
 
 def _runs(twin: Twin, calls: int = 7) -> None:
     for index in range(calls):
@@ -145,11 +149,7 @@ def test_a_constant_of_other_bytes_at_capture_gives_up(graphing: Where, capture:
             return x * torch.tensor([random.random()] * 8, device=x.device)
 
     twin_module = Drifts()
-    import dit_graphs
-
     dit_graphs.wrap(twin_module, backend=graphing.backend, capture=capture)
-    from dit_graphs.wrapping import runner_of
-
     for index in range(6):
         x = graphing.randn(3, 8, seed=index)
         state = random.getstate()
@@ -192,18 +192,30 @@ def test_a_constant_that_depends_on_an_input_is_a_host_read(segmenting: Where) -
     assert twin.fallbacks.get("host_read", 0) >= 4
 
 
-def test_another_size_may_need_other_constants(where: Where) -> None:
-    """The first size had none, so the second is captured without an observed pass: and refused
-    there, it must be observed after all, not left behind."""
+_OTHER_SIZES = {
+    "a constant": lambda m, x: x * torch.tensor([2.0] * 8, device=x.device),
+    "a write to a buffer": lambda m, x: x * m.steps.add_(1.0),
+    "a write to the input": lambda m, x: x.mul_(2.0),
+    "a break": lambda m, x: eager_on_graph(torch.exp)(x),
+}
+
+
+@pytest.mark.parametrize("kind", _OTHER_SIZES)
+def test_another_size_may_need_what_the_first_did_not(segmenting: Where, kind: str) -> None:
+    """The first size had nothing to observe, so the second is captured right after its plain step:
+    and refused there, it must be observed after all, not left behind or half understood."""
 
     class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
         def forward(self, x: Tensor) -> Tensor:
             if x.shape[0] > 3:
-                x = x * torch.tensor([2.0] * 8, device=x.device)
+                x = _OTHER_SIZES[kind](self, x)
             return x + 1
 
-    import dit_graphs
-
+    where = segmenting
     twin = Twin(Sized(), where)
     for size in (3, 4):
         with dit_graphs.request(total_steps=8):

@@ -97,7 +97,7 @@ def test_out_of_memory_in_a_replay_gives_the_eager_result(monkeypatch: pytest.Mo
         twin(RECORDED.randn(3, 8, seed=20))
     assert twin.fallbacks["out_of_memory"] == 1
     assert twin.graphs == 0
-    twin.until_replayed(lambda i: (RECORDED.randn(3, 8, seed=i),))
+    twin.until_replayed(lambda i: (RECORDED.randn(3, 8, seed=i),), limit=60)
 
 
 def test_out_of_memory_in_a_compare_gives_the_eager_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_out_of_memory_in_a_compare_gives_the_eager_result(monkeypatch: pytest.M
         patch.setattr(RecordedRecording, "replay", fail)
         twin(RECORDED.randn(3, 8, seed=20))
     assert twin.fallbacks["out_of_memory"] == 1
-    twin.until_replayed(lambda i: (RECORDED.randn(3, 8, seed=i),))
+    twin.until_replayed(lambda i: (RECORDED.randn(3, 8, seed=i),), limit=60)
 
 
 def test_a_budget_that_one_graph_breaks_is_told_and_not_tried_for_ever(
