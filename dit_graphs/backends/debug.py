@@ -7,6 +7,7 @@ means the model or the runner; wrong only with graphs means the capture.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeVar, cast
 
 from ..breaks import BreakResult, handling_breaks
@@ -77,3 +78,4 @@ class DebugRecording(Generic[T]):
     def close(self) -> None:
         self._fn = None
         self._log.externals.clear()
+        self._log.plan = replace(self._log.plan, inputs=(), externals=())

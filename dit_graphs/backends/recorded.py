@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -164,6 +164,7 @@ class _Session(BreakLog):
         """Nothing recorded is kept any longer."""
         for held in (self.steps, self.bound, self.kept, self.externals, self._undo):
             held.clear()
+        self.plan = replace(self.plan, inputs=(), externals=())
 
 
 def _resolve(value: object) -> object:

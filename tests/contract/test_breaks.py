@@ -251,6 +251,35 @@ def test_attention_is_broken_out_only_where_asked(segmenting: Where, attention: 
     assert (_graph(twin)["segments"], _graph(twin)["breaks"]) == ((3, 2) if broken else (1, 0))
 
 
+@torch.library.custom_op("dit_graphs_tests::varlen_attention", mutates_args=())
+def _varlen(x: Tensor, lengths: Tensor) -> Tensor:
+    """Attention whose shape is decided on the host: the lengths are read."""
+    rows = [row[: int(n)].softmax(0).sum(0) for row, n in zip(x, lengths, strict=True)]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+def test_an_op_that_is_dynamic_attention_is_a_break_by_its_name(
+    segmenting: Where, attention: str
+) -> None:
+    class Varlen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            attended = _varlen(self.linear(x), lengths)
+            attended += 1.0
+            return self.linear(attended)
+
+    twin = Twin(Varlen(), segmenting, attention=attention)
+    for index, lengths in enumerate([(7, 19), (19, 7), (7, 7), (1, 20), (20, 3), (4, 4), (9, 2)]):
+        places = torch.tensor(lengths, device=segmenting.device)
+        twin(segmenting.randn(2, 20, 8, seed=index), places)
+    assert twin.replays == 4
+    assert (_graph(twin)["segments"], _graph(twin)["breaks"]) == (2, 1)
+
+
 def test_captured_fraction_counts_what_the_segments_hold(segmenting: Where) -> None:
     """Two ops in segments, eight in the break: one fifth is captured."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import weakref
 
 import pytest
@@ -48,6 +49,18 @@ def test_twenty_sizes_over_four_graphs_do_not_thrash(
     assert len(told) == 1, "one warning, naming the field to raise"
     assert "MiB" in told[0]
     assert twin.fallbacks["max_graphs"] >= 200
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_b46_sizes_and_batches_in_any_order(where: Where, seed: int) -> None:
+    """Six sizes times three batches, in disorder, over three graphs: no call is ever wrong."""
+    twin = Twin(Shares(), where, max_graphs=3)
+    chance = random.Random(seed)
+    for number in range(60):
+        batch, size = chance.choice((1, 2, 4)), chance.choice((3, 4, 5, 6, 7, 9))
+        twin(where.randn(batch, size, 8, seed=number))
+    assert twin.graphs == 3
+    assert set(twin.fallbacks) <= {"warming_up", "max_graphs"}
 
 
 def test_a_size_that_becomes_common_pushes_out_one_that_is_not(where: Where) -> None:
