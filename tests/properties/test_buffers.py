@@ -6,7 +6,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,7 +23,12 @@ from dit_graphs.buffers import (
 )
 from dit_graphs.static_inputs import StaticInputs
 
-FAST = settings(max_examples=80, deadline=None)
+FAST = settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 @st.composite

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dit_graphs.cache import Entry, GraphCache, State
 from dit_graphs.signature import Signature, sign
 from dit_graphs.watch import BreakPolicy
 
-FAST = settings(max_examples=60, deadline=None)
+FAST = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 @dataclass
