@@ -53,9 +53,8 @@ def ambient_state(device: torch.device) -> Hashable:
         core._get_math_sdp_enabled(),
         core._get_cudnn_sdp_enabled(),
         tuple(core._get_sdp_priority_order()),
-        core._get_float32_matmul_precision(),
-        core._get_cublas_allow_tf32(),
-        core._get_cudnn_allow_tf32(),
+        _precision(),
+        *_optional("_get_cublas_allow_fp16_accumulation", "_get_blas_preferred_backend"),
         core._get_cublas_allow_bf16_reduced_precision_reduction(),
         core._get_cublas_allow_fp16_reduced_precision_reduction(),
         core._get_cudnn_enabled(),
@@ -66,6 +65,33 @@ def ambient_state(device: torch.device) -> Hashable:
         torch.get_default_dtype(),
         _default_device(),
     )
+
+
+def _optional(*names: str) -> list[Hashable]:
+    """Settings that only some torch releases have."""
+    getters = (getattr(torch._C, name, None) for name in names)
+    return [str(getter()) for getter in getters if getter is not None]
+
+
+def _precision() -> tuple[Hashable, ...]:
+    """TF32 and its kin; torch refuses the old getters once the new settings were used."""
+    core = torch._C
+    found: list[Hashable] = []
+    for getter in (
+        core._get_float32_matmul_precision,
+        core._get_cublas_allow_tf32,
+        core._get_cudnn_allow_tf32,
+    ):
+        try:
+            found.append(getter())
+        except RuntimeError:
+            found.append("mixed")
+    newer = getattr(core, "_get_fp32_precision_getter", None)
+    if newer is not None:
+        found.extend(newer("cuda", op) for op in ("matmul", "conv", "rnn"))
+        found.extend(newer("mkldnn", op) for op in ("matmul", "conv", "rnn"))
+        found.append(newer("generic", "all"))
+    return tuple(found)
 
 
 def _default_device() -> str:

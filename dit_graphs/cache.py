@@ -110,6 +110,15 @@ class Entry:
         self.lost_ms, self.replays = 0.0, 0
 
     @property
+    def has_effects(self) -> bool:
+        """Whether a replay that is given up leaves traces: breaks, random numbers, writes."""
+        seen = self.observation
+        is_traced = seen is not None and bool(
+            seen.is_random or seen.generators or seen.written_externals or seen.written_inputs
+        )
+        return is_traced or (self.recording is not None and self.recording.breaks > 0)
+
+    @property
     def is_held(self) -> bool:
         """Whether this entry holds a graph."""
         return self.recording is not None

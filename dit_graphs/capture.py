@@ -7,9 +7,9 @@ made twice, once into a scratch pool that is thrown away, because a failure ther
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from .observer import CaptureLog, Guard, HostRead, Observation, Observer, breaki
 from .request_scope import Request
 from .signature import registered_leaves
 from .static_inputs import StaticInputs
-from .tree import map_tensors
+from .tree import map_tensors, unchanged
 from .verify import Verdict, verify_call
 from .watch import BreakPolicy
 
@@ -85,7 +85,7 @@ class Forward:
             swapped, named = rebuilt()
             before = rebuilt()
             result = self.eager(*swapped, **named)
-            if not _unchanged(before, (swapped, named)):
+            if not unchanged(before, (swapped, named)):
                 raise CaptureAborted(Reason.PYTHON_STATE, "a container it was given was changed")
             return result
 
@@ -302,6 +302,8 @@ class Capturer:
         with self.state.gate.exclusive(), self.state.replay_lock, normal, torch.no_grad():
             self.state.check_can_capture()
             python = PythonState(self.forward.module)
+            random = self.state.random_state()
+            drawn = [(generator, generator.get_state()) for generator in observation.generators]
             try:
                 if self.state.needs_trial and not entry.plan.has_captured and name != "debug":
                     backend.capture(forward, replace(plan, is_trial=True)).close()
@@ -309,6 +311,10 @@ class Capturer:
                 entry.recording = backend.capture(forward, plan)
             finally:
                 changed = python.restore()
+                # host generators advance while capturing: the forward's Python runs once more
+                self.state.set_random_state(random)
+                for generator, before in drawn:
+                    generator.set_state(before)
         if changed:
             entry.release()
             raise CaptureAborted(Reason.PYTHON_STATE, f"sets {', '.join(changed[:3])}")
@@ -379,20 +385,6 @@ def _written_overlap(entry: Entry, written: frozenset[int]) -> bool:
     tied = {index for index, spec in enumerate(specs) if spec.overlaps}
     tied |= {other for spec in specs for other, _ in spec.overlaps}
     return bool(tied & written)
-
-
-def _unchanged(before: object, after: object) -> bool:
-    """Whether containers still hold the very same leaves."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        return list(before) == list(after) and all(
-            _unchanged(value, after[key]) for key, value in before.items()
-        )
-    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
-        return len(before) == len(after) and all(map(_unchanged, before, after))
-    if is_dataclass(before) and type(before) is type(after):
-        names = [field.name for field in fields(before)]
-        return all(_unchanged(getattr(before, n), getattr(after, n)) for n in names)
-    return before is after
 
 
 def _outermost(paths: dict[str, None]) -> list[str]:

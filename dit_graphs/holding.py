@@ -14,12 +14,14 @@ from .calls import RunnerOptions
 from .capture import Capturer
 from .config import GraphConfig
 from .counters import RunnerStats, log
-from .errors import Reason
+from .errors import CaptureAborted, Reason
 from .memory import DeviceState
 from .module_watch import ModuleWatch
 from .signature import Signature
 
 __all__ = ["GraphHolding"]
+
+_SHORT_OF_MEMORY = (Reason.LOW_MEMORY, Reason.OUT_OF_MEMORY, Reason.MEMORY_BUDGET)
 
 
 class GraphHolding:
@@ -38,6 +40,20 @@ class GraphHolding:
     def mark_changed(self) -> None:
         """A mutator ran (LoRA, processors, `.to`): the next call checks the module again."""
         self._watch.forget()
+
+    def _refuse(self, entry: Entry, refusal: CaptureAborted) -> None:
+        """Remembers why this signature has no graph, and when to try again."""
+        entry.release()
+        if refusal.reason in (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY):
+            entry.attempts += 1
+            entry.block(refusal.reason, refusal.detail, entry.uses + 2 ** min(entry.attempts, 6))
+        elif refusal.reason in _SHORT_OF_MEMORY:
+            entry.attempts += 1
+            entry.block(refusal.reason, refusal.detail, entry.uses + 32 * entry.attempts)
+        else:
+            entry.block(refusal.reason, refusal.detail)
+        # counted where the eager call happens; told here because that may be the next call
+        self.stats.tell(refusal.reason, refusal.detail)
 
     def note_capture(self, entry: Entry) -> None:
         """One line about a new graph."""
@@ -71,8 +87,9 @@ class GraphHolding:
 
     def drop_graphs(self) -> int:
         """Closes every graph of this runner; signatures stay known. Returns how many."""
-        self.state.settle()
-        return self.cache.release_all()
+        with self.state.replay_lock:
+            self.state.settle()
+            return self.cache.release_all()
 
     def close(self) -> None:
         """All graph memory of this runner is released; the last one also frees the pool."""

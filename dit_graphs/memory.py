@@ -106,6 +106,7 @@ class DeviceState:
         self.generation = 0
         self.holders: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
         self._replaying = 0
+        self._retire_later = False
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -119,6 +120,8 @@ class DeviceState:
                     yield
             finally:
                 self._replaying -= 1
+                if self._retire_later:
+                    self.retire()
 
     @contextmanager
     def quiet_collector(self) -> Iterator[None]:
@@ -187,13 +190,17 @@ class DeviceState:
     def retire(self) -> int:
         """Every graph of the device is dropped and the next capture starts a new pool.
 
-        Returns how many graphs there were.
+        Returns how many graphs there were; 0 from inside a replay, after which it is done.
         """
-        self.settle()
-        dropped = sum(holder.drop_graphs() for holder in list(self.holders))
-        self._new_pool()
-        self.generation += 1
-        return dropped
+        with self.replay_lock:  # no graph dies under another thread's replay or capture
+            self._retire_later = bool(self._replaying)
+            if self._retire_later:
+                return 0
+            self.settle()
+            dropped = sum(holder.drop_graphs() for holder in list(self.holders))
+            self._new_pool()
+            self.generation += 1
+            return dropped
 
     def _new_pool(self) -> None:
         pass

@@ -7,7 +7,7 @@ every number, string and container of them in the tree belongs to a graph's key.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,12 @@ def tensor_key(tensor: Tensor) -> Hashable:
     return (type(tensor), inner, repr(context))
 
 
+def _host_version(tensor: Tensor, devices: set[torch.device]) -> int:
+    """Counts writes to a host tensor of a module on a device: graphs hold its values baked."""
+    on_host = tensor.device.type == "cpu" and any(device.type != "cpu" for device in devices)
+    return tensor._version if on_host and not tensor.is_inference() else 0
+
+
 class _Sweep:
     def __init__(self, volatile: frozenset[str]) -> None:
         self.volatile = volatile
@@ -69,6 +75,9 @@ class _Sweep:
         impl = attributes.get("_compiled_call_impl")
         if "_orig_mod" in attributes["_modules"] or not getattr(impl, "keeps_eager", impl is None):
             self.compiled.append(path or "the module itself")
+        # of a module without weights only its identity tells Tanh from Sigmoid
+        bare = not (attributes["_parameters"] or attributes["_buffers"] or attributes["_modules"])
+        self.python.append((f"{path}.type", Identity(module if bare else type(module))))
         for table in ("_parameters", "_buffers"):
             for tensor in attributes[table].values():
                 if tensor is not None:
@@ -103,6 +112,13 @@ class _Sweep:
             for index, item in enumerate(value):
                 self.attribute(f"{name}[{index}]", item, depth + 1)
             return
+        if isinstance(value, Mapping) and len(value) <= _LEAF_LIMIT and depth < 2:
+            for key, item in list(value.items()):
+                self.attribute(f"{name}[{key!r}]", item, depth + 1)
+            return
+        if isinstance(value, (set, frozenset)) and len(value) <= _LEAF_LIMIT:
+            self.python.append((name, tuple(sorted(map(repr, value)))))
+            return
         self.python.append((name, Identity(value)))
         own = getattr(value, "__dict__", None)
         if (
@@ -134,7 +150,7 @@ def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleSt
         state.visit(path, child)
     return ModuleState(
         weights=tuple(state.weights),
-        caches=tuple(tensor_key(tensor) for tensor in state.caches),
+        caches=tuple((tensor_key(t), _host_version(t, state.devices)) for t in state.caches),
         python=tuple(state.python),
         hooked=tuple(state.hooked),
         compiled=tuple(state.compiled),

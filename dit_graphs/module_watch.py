@@ -38,6 +38,7 @@ class ModuleWatch:
         self._volatile: frozenset[str] = frozenset()
         self._changes: Counter[str] = Counter()
         self._moved = 0
+        self._pending: Change | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -56,19 +57,16 @@ class ModuleWatch:
         """The next call sweeps again, whatever its request."""
         self._checked.clear()
 
-    def state_id(self, number: int | None) -> int:
+    @property
+    def state_id(self) -> int:
         """The number of the current Python state: equal states, equal numbers."""
         return self._id
 
     def refresh(self, number: int | None) -> Change | None:
         """Sweeps; says whether weights moved or only cached tensors and plain state did."""
-        before, now = self._base, sweep(self.module, self._volatile)
-        self._base = now
-        change: Change | None = None
-        if before is not None and now.weights != before.weights:
-            change = "weights"
-        elif before is not None and now.caches != before.caches:
-            change = "caches" if self.ran_eager else "weights"
+        now = sweep(self.module, self._volatile)
+        change = _worse(self._pending, self._change(now))
+        self._base, self._pending = now, None
         self._id = self._number(now.python)
         self.ran_eager = False
         self._is_fresh = True
@@ -77,16 +75,34 @@ class ModuleWatch:
             self._checked = [*self._checked[-_KEPT_REQUESTS:], number]
         return change
 
+    def _change(self, now: ModuleState) -> Change | None:
+        before = self._base
+        if before is None:
+            return None
+        if now.weights != before.weights:
+            return "weights"
+        if now.caches == before.caches:
+            return None
+        # only what a forward that ran eagerly *added* may be its own doing
+        is_added = set(before.caches) <= set(now.caches)
+        return "caches" if self.ran_eager and is_added else "weights"
+
     def _number(self, python: Hashable) -> int:
         return self._ids.setdefault(python, len(self._ids))
 
     def before_pass(self) -> None:
         """An eager pass is about to run whose own changes `adopt_changes` will look for."""
-        if not self._is_fresh and self._base is not None:
-            self._base = sweep(self.module, self._volatile)
+        if self._is_fresh or self._base is None:
+            return
+        now = sweep(self.module, self._volatile)
+        self._pending = _worse(self._pending, self._change(now))
+        if self._pending is not None or now.python != self._base.python:
+            self._checked.clear()  # what somebody changed is honoured by the next call
+        self._base = now
+        self._id = self._number(now.python)
 
     def adopt_changes(self) -> tuple[Reason, str] | None:
-        """After an eager pass: what the forward itself changed is the state it was keyed under.
+        """After an eager pass: what the forward itself changed is the module's state now.
 
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
@@ -101,13 +117,17 @@ class ModuleWatch:
             self._volatile |= restless
             now = sweep(self.module, self._volatile)
         self._base = now
-        self._ids.setdefault(now.python, self._id)
+        self._id = self._number(now.python)
         if now.weights == before.weights:
             return None
         self._moved += 1
         if self._moved < 2:
             return None
         return Reason.OFFLOAD, "weights change their address during the call"
+
+
+def _worse(one: Change | None, other: Change | None) -> Change | None:
+    return "weights" if "weights" in (one, other) else one or other
 
 
 def _refusal(state: ModuleState) -> tuple[Reason, str] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -114,14 +115,10 @@ class GraphRunner(GraphHolding):
         self._check_module(request)
         positional, named = self._form.normalise(args, kwargs)
         tensors: list[Tensor] = []
-        extra = (
-            self._watch.state_id(number),
-            self.options.key() if self.options.key is not None else None,
-        )
         try:
             keyed = self._form.keyed(named)
             arguments = (positional, keyed) if positional else keyed
-            signature = sign(arguments, ambient_state(self.device), extra, tensors)
+            signature = sign(arguments, ambient_state(self.device), self._extra(), tensors)
         except UnknownLeaf as leaf:
             if leaf.kind == "size":
                 raise CaptureAborted(Reason.SIGNATURE_TOO_LARGE) from None
@@ -174,13 +171,22 @@ class GraphRunner(GraphHolding):
         self._capturer.note_eager(entry, clock, host_ms)
         if entry.state is State.COLD:
             entry.state = State.SEEN
-            now = ambient_state(self.device)
-            if now != entry.signature.ambient:  # torch itself sets SDPA priorities at first use
-                self.cache.rekey(entry, entry.signature.under(now))
-            moved = self._watch.adopt_changes()
+            moved = self._adopt(entry)
             if moved is not None:
                 entry.plan.blocked = moved
         return result
+
+    def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
+        """What the first passes set themselves (SDPA priorities, caches) is the entry's key now."""
+        moved = self._watch.adopt_changes()
+        now = entry.signature.under(ambient_state(self.device), self._extra())
+        if now != entry.signature:
+            self.cache.rekey(entry, now)
+        return moved
+
+    def _extra(self) -> Hashable:
+        own = self.options.key() if self.options.key is not None else None
+        return self._watch.state_id, own
 
     def _observe_and_capture(self, entry: Entry, call: Call) -> object:
         entry.state = State.SEEN
@@ -198,7 +204,7 @@ class GraphRunner(GraphHolding):
                 self._refuse(entry, refusal)
             return result
         self.stats.count_eager(Reason.WARMING_UP)
-        moved = self._watch.adopt_changes()
+        moved = self._adopt(entry)
         if moved is not None:
             entry.plan.blocked = moved
             return result
@@ -230,26 +236,12 @@ class GraphRunner(GraphHolding):
             entry.inputs.prove(list(range(len(call.tensors))))
             entry.state = State.READY
 
-    def _refuse(self, entry: Entry, refusal: CaptureAborted) -> None:
-        """Remembers why this signature has no graph, and when to try again."""
-        entry.release()
-        if refusal.reason in (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY):
-            entry.attempts += 1
-            entry.block(refusal.reason, refusal.detail, entry.uses + 2 ** min(entry.attempts, 6))
-        elif refusal.reason in (Reason.LOW_MEMORY, Reason.OUT_OF_MEMORY):
-            entry.attempts += 1
-            entry.block(refusal.reason, refusal.detail, entry.uses + 32 * entry.attempts)
-        else:
-            entry.block(refusal.reason, refusal.detail)
-        # counted where the eager call happens; told here because that may be the next call
-        self.stats.tell(refusal.reason, refusal.detail)
-
     # Serving from a graph.
     def _replay(self, entry: Entry, call: Call) -> object:
         assert entry.recording is not None and entry.inputs is not None
         if self.config.verify == "always" or entry.inputs.changed_unproven(call.tensors):
             return self._compare(entry, call)
-        undo = Undo(self.state, entry, call.tensors) if entry.recording.breaks else None
+        undo = Undo(self.state, entry, call.tensors) if entry.has_effects else None
         try:
             with self.state.replaying():
                 entry.inputs.bind(call.tensors)
@@ -263,7 +255,9 @@ class GraphRunner(GraphHolding):
         except CaptureAborted as refusal:  # a replay inside a break of another replay
             return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
         except torch.OutOfMemoryError:
-            return self._out_of_memory(call)
+            if undo is not None:
+                undo()
+            return self._out_of_memory(entry, call)
         if entry.recording.breaks:
             self._watch.ran_eager = True  # the breaks' bodies may have filled caches
             if self.backend == "debug":
@@ -284,8 +278,8 @@ class GraphRunner(GraphHolding):
         except CaptureAborted as refusal:
             return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
         except torch.OutOfMemoryError:
-            return self._out_of_memory(call)
-        self._watch.adopt_changes()
+            return self._out_of_memory(entry, call)
+        self._adopt(entry)
         reason = Reason.WARMING_UP
         if verdict.reason is not None:
             reason = verdict.reason
@@ -336,10 +330,12 @@ class GraphRunner(GraphHolding):
             entry.block(reason, detail)
         return self._fall_back(reason, detail, call.args, call.kwargs)
 
-    def _out_of_memory(self, call: Call) -> object:
+    def _out_of_memory(self, entry: Entry, call: Call) -> object:
         held = self.state.pool_bytes()
         self.state.retire()
         detail = f"{held >> 20} MiB of graphs were released"
+        entry.attempts += 1
+        entry.block(Reason.OUT_OF_MEMORY, detail, entry.uses + 32 * entry.attempts)
         return self._fall_back(Reason.OUT_OF_MEMORY, detail, call.args, call.kwargs)
 
     # Eager.

@@ -84,10 +84,10 @@ class Signature:
             and self.extra == other.extra
         )
 
-    def under(self, ambient: Hashable) -> Signature:
-        """The same call under other ambient settings."""
-        value = hash((self.structure, self.tensors, ambient, self.extra))
-        return Signature(self.structure, self.tensors, ambient, self.extra, value)
+    def under(self, ambient: Hashable, extra: Hashable) -> Signature:
+        """The same call under other ambient settings and module state."""
+        value = hash((self.structure, self.tensors, ambient, extra))
+        return Signature(self.structure, self.tensors, ambient, extra, value)
 
     def argument_structure(self) -> Hashable:
         """The signature without sizes: what decides which code path the forward takes."""

@@ -40,6 +40,7 @@ class StaticInputs:
                     continue
                 self.buffers.append(empty_like_layout(tensor, device))
         self.proven = [False] * len(tensors)
+        self.suspects: set[int] = set()
         self.rebind_always: frozenset[int] = frozenset()
         self._plain = [not overlaps(buffer) for buffer in self.buffers]
         self._bound: list[tuple[Tensor, int | None] | None] = [None] * len(tensors)
@@ -94,16 +95,20 @@ class StaticInputs:
         return [
             index
             for index, tensor in enumerate(tensors)
-            if not self.proven[index]
-            and not self.is_bound(index, tensor)
-            # sync: an unproven leaf may be baked; its first new value is compared with eager
-            and not bits_equal(tensor.to(self.buffers[index].device), self.buffers[index])
+            if index in self.suspects or self._is_new_value(index, tensor)
         ]
+
+    def _is_new_value(self, index: int, tensor: Tensor) -> bool:
+        if self.proven[index] or self.is_bound(index, tensor):
+            return False
+        # sync: an unproven leaf may be baked; its first new value is compared with eager
+        return not bits_equal(tensor.to(self.buffers[index].device), self.buffers[index])
 
     def prove(self, indices: list[int]) -> None:
         """Replays were equal to eager while these leaves differed from the captured values."""
         for index in indices:
             self.proven[index] = True
+        self.suspects.difference_update(indices)
 
     def copy_back(self, tensors: list[Tensor], written: frozenset[int]) -> None:
         """Inputs the forward writes in place reach the caller's tensors."""

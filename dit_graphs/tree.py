@@ -16,7 +16,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Identity", "LeafKeys", "UnknownLeaf", "freeze", "map_tensors", "tensor_leaves"]
+__all__ = [
+    "Identity",
+    "LeafKeys",
+    "UnknownLeaf",
+    "freeze",
+    "map_tensors",
+    "tensor_leaves",
+    "unchanged",
+]
 
 LeafKeys = Mapping[type, Callable[[object], Hashable]]
 _ORDINARY = (Tensor, nn.Parameter)
@@ -164,3 +172,17 @@ def tensor_leaves(value: object) -> list[Tensor]:
 
     map_tensors(value, keep)
     return found
+
+
+def unchanged(before: object, after: object) -> bool:
+    """Whether containers still hold the very same leaves."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        return list(before) == list(after) and all(
+            unchanged(value, after[key]) for key, value in before.items()
+        )
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+        return len(before) == len(after) and all(map(unchanged, before, after))
+    if dataclasses.is_dataclass(before) and type(before) is type(after):
+        names = [field.name for field in dataclasses.fields(before)]
+        return all(unchanged(getattr(before, n), getattr(after, n)) for n in names)
+    return before is after

@@ -87,6 +87,8 @@ def verify_call(
     try:
         with state.replaying():
             changed = entry.inputs.changed_unproven(tensors)
+            # bound but not compared yet: a compare that is interrupted must not count as one
+            entry.inputs.suspects.update(changed)
             entry.inputs.bind(tensors)
             entry.recording.poison()
             clock = state.stopwatch()

@@ -28,6 +28,17 @@ PIPELINE_MUTATORS = (
     "to",
 )
 MODULE_MUTATORS = (
+    "fuse_lora",
+    "unfuse_lora",
+    "unload_lora",
+    "disable_lora",
+    "enable_lora",
+    "load_lora_adapter",
+    "enable_lora_hotswap",
+    "set_default_attn_processor",
+    "set_attention_slice",
+    "enable_xformers_memory_efficient_attention",
+    "disable_xformers_memory_efficient_attention",
     "load_state_dict",
     "_apply",
     "set_adapters",

@@ -1,0 +1,107 @@
+"""Changes of a module that no argument and no weight shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dit_graphs
+from dit_graphs.wrapping import runner_of
+
+
+class Blend(nn.Module):
+    """Reads a little of everything that can change under a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.act: nn.Module = nn.Tanh()
+        self.first = False
+        self.options = {"scale": 1.0, "fn": torch.relu}
+        self.skip = {1}
+        self.table = torch.arange(8.0).view(2, 4)
+
+    def forward(self, x: Tensor, row: Tensor) -> Tensor:
+        y = self.options["fn"](self.act(self.linear(x))) * self.options["scale"]
+        y = y + self.table[row]
+        if self.first:
+            self.first = False
+            return y * 2
+        return y * 3 if 3 in self.skip else y
+
+
+def _swap(module: Blend) -> None:
+    module.act = nn.Sigmoid()
+
+
+def _turn(module: Blend) -> None:
+    module.options["scale"] = 2.0
+
+
+def _skip(module: Blend) -> None:
+    module.skip.add(3)
+
+
+def _table(module: Blend) -> None:
+    module.table = torch.arange(8.0, 16.0).view(2, 4)
+
+
+def _again(module: Blend) -> None:
+    module.first = True
+
+
+def _inputs(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(3, 4, generator=generator), torch.tensor([index % 2, 0, 1])
+
+
+@pytest.mark.parametrize("change", [_swap, _turn, _skip, _table, _again])
+def test_the_next_request_sees_it(change: Callable[[Blend], None]) -> None:
+    """A weightless submodule, a value in a mixed dict, a set, a table, a one-shot flag."""
+    module, plain = Blend().eval(), Blend().eval()
+    dit_graphs.wrap(module, backend="recorded")
+    with torch.no_grad():
+        for image in range(3):
+            if image:
+                change(module)
+                change(plain)
+            with dit_graphs.request(total_steps=6):
+                for step in range(6):
+                    x, row = _inputs(10 * image + step)
+                    assert torch.equal(module(x, row), plain(x, row)), (image, step)
+    assert runner_of(module).stats.replays > 0
+
+
+def test_an_interrupted_compare_proves_nothing() -> None:
+    """Ctrl-C in eager's half of a compare leaves the new value in the buffer, unproven."""
+
+    class Baked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.stop = False
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            if self.stop:
+                raise KeyboardInterrupt
+            return x * self.weight * scale.detach().clone()
+
+    module = Baked().eval()
+    dit_graphs.wrap(module, backend="recorded")
+    one, two = torch.ones(1), torch.full((1,), 2.0)
+    with torch.no_grad(), dit_graphs.request(total_steps=12):
+        for index in range(6):
+            module(_inputs(index)[0], one)
+        runner = runner_of(module)
+        compares = runner.stats.compares
+        module.__dict__["stop"] = True
+        with pytest.raises(KeyboardInterrupt):
+            module(_inputs(7)[0], two)
+        module.__dict__["stop"] = False
+        x = _inputs(8)[0]
+        assert torch.equal(module(x, two), x * two)
+        assert runner.stats.compares == compares + 2  # tried, and tried again
