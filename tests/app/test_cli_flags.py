@@ -189,7 +189,7 @@ def test_parse_reads_types_and_not_names() -> None:
 def test_a_former_name_works_and_warns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(config._RENAMED, "graph_limit", "max_graphs")
+    monkeypatch.setitem(config.RENAMED, "graph_limit", "max_graphs")
     assert main(["generate", "x", "--graph-limit", "0"]) == 2
     error = capsys.readouterr().err
     assert "--graph-limit is now called --max-graphs" in error
