@@ -8,6 +8,7 @@ lies behind the last end is cut off, and the random numbers it drew are given ba
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,11 +29,13 @@ from .prefill import PromptStore, prompt_positions
 from .sampling import Sampling, draw_noise
 from .state import DecodeState
 from .steps import choice_pass, model_pass
+from .stop_flag import StopFlag
 
 __all__ = ["RESERVED_AT_ONCE", "Prefill", "Prompt", "Writer", "Writing"]
 
 RESERVED_AT_ONCE = 1024  # new tokens; for a longer text the slots grow on the way
 _POLL_EVERY = 4  # steps between two looks at the stop flags
+_MARKS = 4  # chunks whose beginning is remembered: the flag is read up to two late
 _CHUNK = 64  # steps between two looks at the slots' length where nothing can end a row
 
 Prefill = Callable[[PromptStore], Tensor]
@@ -158,20 +161,23 @@ class Writing:
 
     def write(self, *, can_end: bool) -> Tensor:
         """Steps until every row has ended, or to the limit; the new tokens [B, n]."""
-        random, since, replays = None, self.written, self.runner.stats.replays
+        stop, replays = StopFlag(self.runner.device), self.runner.stats.replays
+        marks: deque[tuple[int, list[Tensor]]] = deque(maxlen=_MARKS)
         while self.written < self.max_new_tokens:
-            if can_end and bool(self.state.finished[: self.rows].all()):  # sync: every few steps
-                break
-            since = self.written
-            random = self.runner.state.random_state() if self.sampling.do_sample else None
+            if can_end:
+                stop.post(self.state.finished[: self.rows].all())
+                if stop.is_set():
+                    break
+            if self.sampling.do_sample:
+                marks.append((self.written, self.runner.state.random_state()))
             chunk = min(_POLL_EVERY if can_end else _CHUNK, self._steps_left)
-            self._fit(self.longest + since + chunk)
+            self._fit(self.longest + self.written + chunk)
             for _ in range(chunk):
                 self.step()
                 self.choose()
         count = int(self.state.stop_at[: self.rows].max())  # sync: the text is complete
-        if random is not None and count < self.written:
-            self._rewind(random, count - since)
+        if marks and count < self.written:
+            self._rewind(marks, count)
         self._log(count, self.runner.stats.replays - replays)
         return self.state.text[: self.rows, :count].clone()
 
@@ -182,10 +188,11 @@ class Writing:
         elif tokens > self.context < self.cache.length:
             self._plan(tokens)
 
-    def _rewind(self, random: list[Tensor], draws: int) -> None:
+    def _rewind(self, marks: Sequence[tuple[int, list[Tensor]]], count: int) -> None:
         """The generator stands where it would without the steps behind the last end."""
+        since, random = next(mark for mark in reversed(marks) if mark[0] <= count)
         self.runner.state.set_random_state(random)
-        for _ in range(draws):
+        for _ in range(count - since):
             draw_noise(self.state.logits[: self.rows])
 
     def _log(self, count: int, replays: int) -> None:

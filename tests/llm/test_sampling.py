@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
 from dit_graphs import Reason
-from dit_graphs.llm.sampling import Sampling, choose, keep_top_k, keep_top_p, penalise
+from dit_graphs.llm import writing
+from dit_graphs.llm.sampling import Sampling, choose, keep_top_k, keep_top_p, penalisefrom dit_graphs.llm.stop_flag import StopFlag
 
 SETTINGS = [
     {},
@@ -37,8 +38,18 @@ def test_a_seed_draws_what_transformers_draws(recorded, qwen3, options):
     assert generator.runner.stats.replays >= 2 * 18
 
 
-def test_steps_behind_the_last_end_draw_nothing(recorded, qwen3):
+class LateFlag(StopFlag):
+    """As on a GPU: the host learns of the end one look late."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self._lag = 1
+
+
+@pytest.mark.parametrize("flag", [StopFlag, LateFlag])
+def test_steps_behind_the_last_end_draw_nothing(recorded, qwen3, monkeypatch, flag):
     """The host looks every few steps; what was drawn meanwhile is given back."""
+    monkeypatch.setattr(writing, "StopFlag", flag)
     generator = recorded(qwen3)
     batch = tiny_llms.prompts([9, 4])
     ends = list(range(20, 36))
