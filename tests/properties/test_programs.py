@@ -7,13 +7,14 @@ change sizes, modes, requests, weights and attributes in between.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from random import Random
 
 import pytest
 import torch
 from torch import Tensor, nn
-from twin import Twin, Where
+from twin import Twin, Where, difference
 
 import dit_graphs
 from dit_graphs import break_graph, eager_on_graph
@@ -192,16 +193,22 @@ def _traffic(seed: int, backend: str, capture: str) -> Twin:
                 _calls(chance, twin, calls, size, kept)
         states = [module._generators[0].get_state() for module in (twin.module, twin.plain)]
         assert torch.equal(*states), "the explicit generators are apart"
+    # a wrong graph would be caught by the compare and run eagerly: here there must be none
+    assert not {"verify_mismatch", "eager_nondeterministic"} & set(twin.fallbacks), twin.details
     return twin
 
 
 def _calls(chance: Random, twin: Twin, calls: int, size: int, kept: Tensor) -> None:
     y = torch.randn(WIDTH, generator=torch.Generator().manual_seed(size))
     given = chance.choice([None, y])
+    before: tuple[object, object] | None = None
     for step in range(calls):
         x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(100 + step))
         same = chance.random() < 0.3 and "input in place" not in twin.module.program
-        twin(kept if same else x, given)
+        result = twin(kept if same else x, given)
+        if before is not None:
+            assert difference(*before) is None, "a later call wrote into an earlier result"
+        before = result, copy.deepcopy(result)
 
 
 @pytest.mark.parametrize("capture", ["second_use", "first_use"])
