@@ -11,7 +11,8 @@ from transformers.generation import logits_process as theirs
 
 from dit_graphs import Reason
 from dit_graphs.llm import writing
-from dit_graphs.llm.sampling import Sampling, choose, keep_top_k, keep_top_p, penalisefrom dit_graphs.llm.stop_flag import StopFlag
+from dit_graphs.llm.sampling import Sampling, choose, keep_top_k, keep_top_p, penalise
+from dit_graphs.llm.stop_flag import StopFlag
 
 SETTINGS = [
     {},
