@@ -193,6 +193,11 @@ class Capturer:
             output = self._pass(observer, call, random, entry, policy)
             result = map_tensors(output, clone_layout, keep_unknown=True)
         observation = observer.observation()
+        if observation.is_random:
+            # ops that may draw are many (every SDPA); what did draw has moved a generator
+            moved = zip(random, self.state.random_state(), strict=True)
+            drew = not all(torch.equal(before, after) for before, after in moved)
+            observation = replace(observation, is_random=drew)
         self._plan_breaks(entry, observation)
         inputs.copy_back(tensors, observation.written_inputs)
         refusal = observer.refusal(output)
