@@ -1,0 +1,208 @@
+"""What the library's own code costs: python -m benchmarks.overhead --models z-image,sdxl-unet
+
+Owns two measurements. Host milliseconds per replayed step, with 1, 10 and 100 graphs held, beside
+the time the driver alone takes to launch the same graph. And the wall time of a wrapped module that
+never replays, over the plain module's. The surprising fact: a launch of a large graph costs the
+host about half a microsecond per node, so most of a replayed step's host time is the driver's.
+
+Prints a table, then one line of JSON. Exits 1 when a call did not run the way that is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import dit_graphs
+from benchmarks import forward, models, protocol, results
+from benchmarks.shapes import Size
+from dit_graphs import GraphConfig
+from dit_graphs.config import BackendName
+from dit_graphs.wrapping import runner_of
+
+SCRIPT = "benchmarks/overhead.py"
+NUM_STEPS = 8
+Row = dict[str, object]
+
+
+def _calls(module: nn.Module, name: str, size: Size, device: str) -> Callable[[], object]:
+    """A call with the next step's latents and timestep, made before the clock starts."""
+    inputs = models.inputs(name, size, device=device)
+    trees = [models.change(inputs, seed, per_step=True) for seed in range(100, 100 + NUM_STEPS)]
+    steps = itertools.cycle(trees)
+    return lambda: module(**next(steps))
+
+
+def replays(
+    name: str,
+    module: nn.Module,
+    size: Size,
+    held: list[int],
+    rounds: int,
+    *,
+    device: str,
+    backend: BackendName,
+) -> list[Row]:
+    """One row per number of graphs held: host time of a replayed step, and of its launch alone."""
+    current = [0]
+    config = GraphConfig(backend=backend, capture="first_use", max_graphs=max(held) + 1)
+    dit_graphs.wrap(module, config, key=lambda: current[0])
+    call = _calls(module, name, size, device)
+    rows: list[Row] = []
+    try:
+        with torch.no_grad():
+            for number in sorted(held):
+                for key in range(number):  # captures those that are not held yet
+                    current[0] = key
+                    with dit_graphs.request():
+                        for _ in range(3):
+                            call()
+                current[0] = 0
+                rows.append(_replayed(name, module, size, number, rounds, call))
+    finally:
+        dit_graphs.unwrap(module)
+    first = rows[0]["host_ms"]
+    assert isinstance(first, float)
+    for row in rows:
+        host = row["host_ms"]
+        assert isinstance(host, float)
+        row["over_first"] = host / first
+    return rows
+
+
+def _replayed(
+    name: str, module: nn.Module, size: Size, number: int, rounds: int, call: Callable[[], object]
+) -> Row:
+    runner = runner_of(module)
+    assert runner is not None
+    entries = runner.cache.held()
+    before = runner.report()["replays"]
+    assert isinstance(before, int)
+    with dit_graphs.request():
+        host = protocol.interleaved({"step": call}, rounds=rounds, measure=protocol.host_ms)["step"]
+    after = runner.report()["replays"]
+    recording = max(entries, key=lambda entry: entry.replays).recording
+    assert recording is not None
+    launch = protocol.interleaved(
+        {"launch": recording.replay}, rounds=rounds, measure=protocol.host_ms
+    )["launch"]
+    expected = before + rounds + 2  # two warm-up calls
+    problems = [] if after == expected else [f"{after} replays, expected {expected}"]
+    if len(entries) != number:
+        problems.append(f"{len(entries)} graphs held, expected {number}")
+    return {
+        "key": f"{name} {size} replayed, {number} held",
+        "model": name,
+        "size": str(size),
+        "held": number,
+        "host_ms": host.median_ms,
+        "launch_ms": launch.median_ms,
+        "own_ms": host.median_ms - launch.median_ms,
+        "timings": {"host": host.as_dict(), "launch": launch.as_dict()},
+        "problems": problems,
+    }
+
+
+def never_replays(name: str, module: nn.Module, size: Size, rounds: int, *, device: str) -> Row:
+    """Wrapped with captures switched off, over plain: wall time per call."""
+    backend: BackendName = "full" if device == "cuda" else "recorded"
+    dit_graphs.wrap(module, GraphConfig(backend=backend, capture="warmup_only"))
+    inputs = models.inputs(name, size, device=device)
+    try:
+        with torch.no_grad(), dit_graphs.request():
+            walls = protocol.interleaved(
+                {
+                    "plain": lambda: forward.eager(module, inputs),
+                    "wrapped": _calls(module, name, size, device),
+                },
+                rounds=rounds,
+            )
+        runner = runner_of(module)
+        assert runner is not None
+        report = runner.report()
+    finally:
+        dit_graphs.unwrap(module)
+    plain, wrapped = walls["plain"].median_ms, walls["wrapped"].median_ms
+    problems = []
+    if report["replays"] or report["eager_calls"] != rounds + 2:
+        problems.append(f"{report['replays']} replays, {report['eager_calls']} eager calls")
+    return {
+        "key": f"{name} {size} never replays",
+        "model": name,
+        "size": str(size),
+        "plain_ms": plain,
+        "wrapped_ms": wrapped,
+        "wrapped_over_plain": wrapped / plain,
+        "timings": {variant: timing.as_dict() for variant, timing in walls.items()},
+        "problems": problems,
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as aligned text."""
+    lines = []
+    for row in rows:
+        if "held" in row:
+            text = (
+                f"{row['host_ms']:8.3f} ms host, {row['launch_ms']:.3f} of it the launch, "
+                f"{row['own_ms']:.3f} ours; {row['over_first']:.3f} of the first"
+            )
+        else:
+            text = (
+                f"{row['plain_ms']:8.2f} ms plain, {row['wrapped_ms']:.2f} wrapped: "
+                f"{row['wrapped_over_plain']:.3f}"
+            )
+        lines.append(f"{row['key']!s:40} {text} {row['problems'] or ''}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Measures every model; the exit status says whether all calls ran as they should."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--models", default="z-image,sdxl-unet", help="comma-separated")
+    parser.add_argument("--size", default="256")
+    parser.add_argument("--held", default="1,10,100", help="numbers of graphs held")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="few narrow layers: no result")
+    results.add_arguments(parser)
+    given = parser.parse_args(arguments)
+    if given.small and given.output:
+        parser.error("--small measures nothing that belongs into a result file")
+    origin = results.provenance(commit=given.commit, allow_dirty=given.allow_dirty)
+    backend: BackendName = "full" if given.device == "cuda" else "recorded"
+    held = [int(number) for number in given.held.split(",")]
+    size = Size.parse(given.size)
+    rows: list[Row] = []
+    for name in given.models.split(","):
+        module = models.build(name, given.device, small=given.small)
+        with protocol.GpuClock.maybe(given.device) as clock:
+            some = [never_replays(name, module, size, given.rounds // 4, device=given.device)]
+            some += replays(
+                name, module, size, held, given.rounds, device=given.device, backend=backend
+            )
+        del module
+        if given.device == "cuda":
+            torch.cuda.empty_cache()  # the next model starts from an empty device
+        rows += some
+        print(table(some), flush=True)
+        if given.output:
+            run = results.run_record(SCRIPT, some, provenance=origin, clocks=clock.summary())
+            results.write(Path(given.output), run)
+    is_right = not any(row["problems"] for row in rows)
+    slim = [{key: value for key, value in row.items() if key != "timings"} for row in rows]
+    print(json.dumps({"is_right": is_right, "output": given.output, "rows": slim}))
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
