@@ -107,18 +107,28 @@ def _indexed(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
     target, index = args[0], args[1]
     if not isinstance(target, Tensor) or target.device.type != watch.device.type:
         return func(*args, **kwargs)
-    rest = tuple(_moved_value(watch, value, target.device) for value in args[2:])
     parts = index if isinstance(index, tuple) else (index,)
     moved = tuple(_index_part(watch, part, target.device) for part in parts)
+    is_masked = any(isinstance(part, Tensor) and part.dtype is torch.bool for part in moved)
+    rest = tuple(_moved_value(watch, value, target, is_masked) for value in args[2:])
     if all(new is old for new, old in zip((*moved, *rest), (*parts, *args[2:]), strict=True)):
         return func(*args, **kwargs)
     return func(target, moved if isinstance(index, tuple) else moved[0], *rest, **kwargs)
 
 
-def _moved_value(watch: Watch, value: object, device: torch.device) -> object:
-    """A host tensor that is written into a device tensor: a constant on the device."""
-    if isinstance(value, Tensor) and value.device.type == "cpu" != device.type:
+def _moved_value(watch: Watch, value: object, target: Tensor, is_masked: bool) -> object:
+    """What is written into a device tensor, on the device: a host tensor becomes a constant.
+
+    A number too: torch would bring it over as a CPU tensor. Not under a mask, whose fill wants it
+    on the host.
+    """
+    device = target.device
+    if device.type == "cpu":
+        return value
+    if isinstance(value, Tensor) and value.device.type == "cpu":
         return watch.constant(lambda: value.to(device), lambda: value)
+    if isinstance(value, (bool, int, float, complex)) and not is_masked:
+        return torch.full((), value, dtype=target.dtype, device=device)
     return value
 
 

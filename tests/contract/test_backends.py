@@ -107,7 +107,8 @@ def test_what_is_not_produced_here_is_not_poisoned(where: Where) -> None:
 
 
 def test_a_recording_counts_what_it_holds(graphing: Where) -> None:
-    recording = _capture(graphing, Net(lambda m, h: h.sin() + 1), graphing.randn(3, 8))
+    net = Net(lambda m, h: h.sin() + 1).to(graphing.device)
+    recording = _capture(graphing, net, graphing.randn(3, 8))
     assert (recording.segments, recording.breaks) == (1, 0)
     assert recording.captured_fraction == 1.0
     assert recording.nbytes >= 0

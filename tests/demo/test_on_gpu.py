@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 def test_every_stage_has_a_busy_time_and_tracing_changes_no_pixel() -> None:
     pipe = tiny.build("z-image").to("cuda")
-    with studio_of(pipe=pipe, config=GraphConfig()) as studio:
+    with studio_of(pipe=pipe, config=GraphConfig(backend="full")) as studio:
         made: list[Finished] = []
         for is_measured in (True, True, False):
             job = run_job(
@@ -41,7 +41,7 @@ def test_every_stage_has_a_busy_time_and_tracing_changes_no_pixel() -> None:
 
 def test_stop_leaves_at_most_two_steps_on_the_device() -> None:
     pipe = tiny.build("z-image").to("cuda")
-    with studio_of(pipe=pipe, config=GraphConfig()) as studio:
+    with studio_of(pipe=pipe, config=GraphConfig(backend="full")) as studio:
         form = a_form(steps=150)
         run_job(studio, lambda job: work.generate(studio, a_form(), job))
         job = studio.queue.submit(lambda job: work.generate(studio, form, job, measure_busy=False))
