@@ -16,7 +16,7 @@ from .backends.base import Recording
 from .buffers import clone_layout
 from .errors import Reason
 from .memory import Stopwatch
-from .observer import Observation
+from .observer import HostRead, Observation
 from .signature import Signature
 from .static_inputs import StaticInputs
 from .tree import map_tensors
@@ -44,6 +44,7 @@ class StructurePlan:
     """What is known of one code path of a module: every size of it shares this."""
 
     policy: BreakPolicy
+    reads: tuple[HostRead, ...] = ()  # those that made breaks necessary
     passes: int = 0
     is_simple: bool = False
     has_captured: bool = False

@@ -256,6 +256,7 @@ class Capturer:
         if stuck is not None:
             plan.blocked = (stuck.reason, str(stuck))
             return
+        plan.reads += reads
         modules = dict.fromkeys((*plan.policy.modules, *(read.module for read in reads)))
         plan.policy = replace(plan.policy, modules=tuple(_outermost(modules)))
 

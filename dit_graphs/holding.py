@@ -116,12 +116,15 @@ class GraphHolding:
     def _record(self, entry: Entry) -> dict[str, object]:
         recording, inputs = entry.recording, entry.inputs
         assert recording is not None and inputs is not None
+        sites = entry.observation.breaks if entry.observation is not None else ()
         return {
             "signature": self.describe(entry.signature),
             "backend": entry.backend,
             "state": entry.state.value,
             "segments": recording.segments,
             "breaks": recording.breaks,
+            "break_sites": list(dict.fromkeys(str(recorded.site) for recorded in sites)),
+            "break_reasons": list(dict.fromkeys(map(str, entry.plan.reads))),
             "captured_fraction": recording.captured_fraction,
             "nbytes": recording.nbytes + inputs.nbytes,
             "capture_ms": entry.capture_ms,
