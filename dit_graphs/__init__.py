@@ -52,10 +52,10 @@ _HOMES = {
     "unwrap": "wrapping",
     "wrap": "wrapping",
     "accelerate": "pipelines.acceleration",
-    "disabled": "pipelines.acceleration",
-    "explain": "pipelines.acceleration",
+    "disabled": "pipelines.reports",
+    "explain": "pipelines.reports",
     "restore": "pipelines.acceleration",
-    "stats": "pipelines.acceleration",
+    "stats": "pipelines.reports",
     "warmup": "pipelines.warm_up",
     "rewrite_prompt": "pipelines.text_encoder.rewrite",
 }

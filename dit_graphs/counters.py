@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from .errors import Reason
 
-__all__ = ["QUIET", "RunnerStats", "log"]
+__all__ = ["QUIET", "Mark", "RunnerStats", "log"]
 
+Mark = tuple[int, Counter[Reason]]
 log = logging.getLogger("dit_graphs")
 
 QUIET = frozenset(
@@ -70,7 +71,7 @@ class RunnerStats:
         if len(self.timeline) > 4096:
             del self.timeline[:2048]
 
-    def line(self, since: tuple[int, Counter[Reason]] | None = None) -> str:
+    def line(self, since: Mark | None = None) -> str:
         """`16/18 (2 eager: warming_up)` over all calls, or since an earlier `mark()`."""
         replays, fallbacks = self.replays, Counter(self.fallbacks)
         if since is not None:
@@ -86,7 +87,7 @@ class RunnerStats:
         )
         return f"{replays}/{total} ({eager} eager: {reasons})"
 
-    def mark(self) -> tuple[int, Counter[Reason]]:
+    def mark(self) -> Mark:
         """The counters now, for `line`."""
         return self.replays, Counter(self.fallbacks)
 

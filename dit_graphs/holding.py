@@ -6,7 +6,7 @@ gives up the shared pool, so that `restore` returns the memory and not only the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from .cache import Entry, GraphCache
@@ -15,6 +15,7 @@ from .capture import Capturer
 from .config import GraphConfig
 from .counters import RunnerStats, log
 from .errors import CaptureAborted, Reason
+from .intercept import Intercept
 from .memory import DeviceState
 from .module_watch import ModuleWatch
 from .signature import Signature
@@ -34,12 +35,35 @@ class GraphHolding:
     state: DeviceState
     backend: str
     disabled: int
+    guests: dict[object, RunnerOptions]
+    intercept: Intercept | None
     _watch: ModuleWatch
     _capturer: Capturer
 
     def mark_changed(self) -> None:
         """A mutator ran (LoRA, processors, `.to`): the next call checks the module again."""
         self._watch.forget()
+
+    def attach(self, user: object, options: RunnerOptions) -> None:
+        """`user` has its calls served here too: its key and guard count until `detach`."""
+        self.guests[user] = options
+
+    def detach(self, user: object) -> None:
+        """`user` is gone; what it asked for counts no longer."""
+        self.guests.pop(user, None)
+
+    def _extra(self) -> Hashable:
+        """What belongs to the key besides the arguments and the ambient state."""
+        keys = dict.fromkeys([self.options.key, *(guest.key for guest in self.guests.values())])
+        return self._watch.state_id, tuple(key() for key in keys if key is not None)
+
+    def _guarded(self) -> tuple[Reason, str] | None:
+        """Why one of the users allows no graph now, or None."""
+        for options in (self.options, *self.guests.values()):
+            found = options.guard() if options.guard is not None else None
+            if found is not None:
+                return found
+        return None
 
     def _refuse(self, entry: Entry, refusal: CaptureAborted) -> None:
         """Remembers why this signature has no graph, and when to try again."""

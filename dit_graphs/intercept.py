@@ -1,8 +1,9 @@
 """Owns how calls reach a runner: on `Module.__call__`, or on one bound method.
 
-Must never know signatures or graphs. The surprising fact: the object put in
+Must never know signatures or graphs. The surprising facts: the object put in
 `module._compiled_call_impl` is false in a boolean test. torch asks "is not None" and calls it,
-while peft asks "is it set?" to find compiled models, and must see an ordinary one.
+while peft asks "is it set?" to find compiled models, and must see an ordinary one. And somebody may
+build on what we put there: what is taken off must go on passing calls through for them.
 """
 
 from __future__ import annotations
@@ -13,18 +14,79 @@ from torch import nn
 
 from .errors import ConfigError
 
-__all__ = ["CallIntercept", "MethodOverride", "find_intercept", "install", "remove"]
+__all__ = ["CallIntercept", "Intercept", "MethodOverride", "find_intercept", "install", "remove"]
 
 Function = Callable[..., object]
+_CALL = "_compiled_call_impl"
 
 
-class CallIntercept:
-    """What `Module.__call__` finds; passes every call to `serve`."""
+class Intercept:
+    """An instance attribute `name` of `owner` that passes every call to `serve`.
 
-    def __init__(self, module: nn.Module, serve: Function, previous: Function | None) -> None:
-        self.module = module
-        self.serve = serve
+    It stays as long as it has `users`; each of them drops it once. Shared by pipelines that share
+    the owner.
+    """
+
+    def __init__(self, owner: object, name: str, previous: Function | None) -> None:
+        self.owner = owner
+        self.name = name
         self.previous = previous
+        self._was_set = name in vars(owner)
+        self.users: list[object] = []
+        self.serve: Function = self.pass_through
+
+    @property
+    def original(self) -> Function:
+        """What a call reaches without us."""
+        raise AssertionError("each kind says so")
+
+    def pass_through(self, *args: object, **kwargs: object) -> object:
+        """The call as if nothing stood here."""
+        return self.original(*args, **kwargs)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.serve(*args, **kwargs)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the owner's attribute is this object: nobody built on it or overwrote it."""
+        return vars(self.owner).get(self.name) is self
+
+    def put(self, user: object) -> None:
+        """The owner's attribute is this object; `user` needs it."""
+        # not setattr: torch.compile's OptimizedModule passes that on to the module inside it
+        vars(self.owner)[self.name] = self
+        self.users.append(user)
+
+    def drop(self, user: object) -> bool:
+        """`user` needs it no longer. After the last one the attribute is what it was: True.
+
+        Where somebody built on it since, it stays below theirs and only passes calls through.
+        """
+        if user not in self.users:
+            return False
+        self.users.remove(user)
+        if self.users:
+            return False
+        self.serve = self.pass_through
+        if self.is_in_place:
+            if self._was_set:
+                vars(self.owner)[self.name] = self.previous
+            else:
+                del vars(self.owner)[self.name]
+        return True
+
+
+class CallIntercept(Intercept):
+    """What `Module.__call__` finds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        super().__init__(module, _CALL, module.__dict__.get(_CALL))
+
+    @property
+    def original(self) -> Function:
+        return self.previous if self.previous is not None else self.module._call_impl
 
     @property
     def keeps_eager(self) -> bool:
@@ -45,7 +107,7 @@ class CallIntercept:
 CallIntercept.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-class MethodOverride:
+class MethodOverride(Intercept):
     """An instance attribute that stands before the class's own method of the same name.
 
     Copies and pickles of its owner get the class's method back.
@@ -53,44 +115,24 @@ class MethodOverride:
 
     keeps_eager = True
 
-    def __init__(self, owner: object, name: str, serve: Function) -> None:
-        self.owner = owner
-        self.name = name
-        self.serve = serve
-        self.previous = vars(owner).get(name)
+    def __init__(self, owner: object, name: str) -> None:
+        super().__init__(owner, name, vars(owner).get(name))
         self.__name__ = name
         self.__doc__ = getattr(type(owner), name).__doc__
         self.__wrapped__ = self.original
 
     @property
     def original(self) -> Function:
-        """The method as it was, bound to the owner."""
         if self.previous is not None:
-            return self.previous  # type: ignore[no-any-return]
+            return self.previous
         bound: Function = getattr(type(self.owner), self.name).__get__(self.owner)
         return bound
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.serve(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         return _copied_method(memo.get(id(self.owner)), type(self.owner), self.name)
 
     def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
         return _copied_method, (self.owner, type(self.owner), self.name)
-
-    def put(self) -> None:
-        """The owner's attribute is this object."""
-        object.__setattr__(self.owner, self.name, self)
-
-    def take_off(self) -> None:
-        """The owner's attribute is what it was."""
-        if vars(self.owner).get(self.name) is not self:
-            return
-        if self.previous is None:
-            object.__delattr__(self.owner, self.name)
-        else:
-            object.__setattr__(self.owner, self.name, self.previous)
 
 
 def _nothing() -> None:
@@ -104,40 +146,32 @@ def _copied_method(owner: object, kind: type, name: str) -> object:
     return getattr(kind, name)
 
 
-def install(module: nn.Module, method: str, make: Callable[[Function], Function]) -> object:
-    """Calls of `module` (or of its `method`) go to `make(original)`; returns the intercept.
+def install(
+    module: nn.Module, method: str, make: Callable[[Function], Function], user: object = None
+) -> Intercept:
+    """Calls of `module` (or of its `method`) go to `make(original)` while `user` needs it.
 
     Raises `ConfigError` where the module has no such method.
     """
     if method == "forward":
-        previous = module.__dict__.get("_compiled_call_impl")
-        original: Function = previous if previous is not None else module._call_impl
-        intercept = CallIntercept(module, make(original), previous)
-        # not setattr: torch.compile's OptimizedModule passes that on to the module inside it
-        module.__dict__["_compiled_call_impl"] = intercept
-        return intercept
-    if not callable(getattr(type(module), method, None)):
+        intercept: Intercept = CallIntercept(module)
+    elif callable(getattr(type(module), method, None)):
+        intercept = MethodOverride(module, method)
+    else:
         raise ConfigError(f"{type(module).__name__} has no method {method!r}")
-    override = MethodOverride(module, method, _nothing)
-    override.serve = make(override.original)
-    override.put()
-    return override
+    intercept.serve = make(intercept.original)
+    intercept.put(user)
+    return intercept
 
 
-def find_intercept(module: nn.Module, method: str) -> CallIntercept | MethodOverride | None:
-    """The intercept installed on `module` for `method`, or None."""
-    name = "_compiled_call_impl" if method == "forward" else method
-    found = module.__dict__.get(name)
-    return found if isinstance(found, (CallIntercept, MethodOverride)) else None
+def find_intercept(module: nn.Module, method: str) -> Intercept | None:
+    """The intercept on top of `module`'s calls (or of its `method`), if any user needs it."""
+    found = module.__dict__.get(_CALL if method == "forward" else method)
+    return found if isinstance(found, Intercept) and found.users else None
 
 
-def remove(module: nn.Module, method: str) -> None:
-    """The module is exactly as before `install`."""
+def remove(module: nn.Module, method: str, user: object = None) -> None:
+    """The module is as before `install` by the same `user`, unless another one needs it too."""
     found = find_intercept(module, method)
-    if isinstance(found, MethodOverride):
-        found.take_off()
-    elif isinstance(found, CallIntercept):
-        if found.previous is None:
-            module.__dict__.pop("_compiled_call_impl", None)
-        else:
-            module.__dict__["_compiled_call_impl"] = found.previous
+    if found is not None:
+        found.drop(user)

@@ -1,15 +1,20 @@
 """Owns the request boundary: one generation, from its first denoising step to its last.
 
-Must never know pipelines or graphs. The surprising fact: the current request is a ContextVar,
-so worker threads and async tasks each have their own and nothing global is shared.
+Must never know pipelines or graphs. The surprising facts: the current request is a ContextVar,
+so worker threads and async tasks each have their own and nothing global is shared. And code that
+raises or forgets leaves its request open; so a request may be tied to the frame that opened it, and
+counts only in calls made below that frame while it runs.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 
 from .errors import ConfigError
 
@@ -22,15 +27,36 @@ _current: ContextVar[Request | None] = ContextVar("dit_graphs_request", default=
 class Request:
     """One generation: `number` names it, `total_steps` is how many steps it will take, if known.
 
-    What was checked once (weights, hooks) stays checked until the request ends.
+    What was checked once (weights, hooks) stays checked until the request ends. `outer` is the
+    request it was opened in.
     """
 
-    __slots__ = ("_at_end", "calls", "number", "total_steps")
+    __slots__ = (
+        "_at_end",
+        "_frame",
+        "_thread",
+        "calls",
+        "is_over",
+        "number",
+        "outer",
+        "total_steps",
+    )
 
-    def __init__(self, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        total_steps: int | None,
+        *,
+        frame: FrameType | None = None,
+        outer: Request | None = None,
+    ) -> None:
         self.number = next(_numbers)
         self.total_steps = total_steps
         self.calls: dict[object, int] = {}
+        self.outer = outer
+        self.is_over = False
+        # not the frame itself, which would keep every local variable of the caller alive
+        self._frame = id(frame) if frame is not None else None
+        self._thread = threading.get_ident()
         self._at_end: dict[object, Callable[[], None]] = {}
 
     def at_end(self, owner: object, action: Callable[[], None]) -> None:
@@ -38,10 +64,29 @@ class Request:
         self._at_end.setdefault(owner, action)
 
     def close(self) -> None:
-        """Runs and forgets the end actions."""
+        """The request is over: runs and forgets the end actions."""
+        self.is_over = True
         actions, self._at_end = self._at_end, {}
         for action in actions.values():
             action()
+
+    def is_opened_by(self, frame: FrameType) -> bool:
+        """Whether this very frame opened it."""
+        return self._frame == id(frame)
+
+    def reaches_here(self) -> bool:
+        """Whether the calling code is part of it; closes it where the opener has returned."""
+        if self.is_over or self._frame is None:
+            return not self.is_over
+        if self._thread != threading.get_ident():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if id(frame) == self._frame:
+                return True
+            frame = frame.f_back
+        self.close()
+        return False
 
     def count(self, key: object) -> int:
         """Counts one call under `key`; returns how many there were, this one included."""
@@ -57,22 +102,31 @@ class Request:
 
 def current_request() -> Request | None:
     """The request this thread or task is in, or None."""
-    return _current.get()
+    running = _current.get()
+    while running is not None and not running.reaches_here():
+        running = running.outer
+    return running
 
 
-def begin_request(total_steps: int | None = None) -> Request:
-    """Starts a request that lasts until `end_request` or the next one; returns it."""
-    end_request()
-    started = Request(total_steps)
+def begin_request(total_steps: int | None = None, frame: FrameType | None = None) -> Request:
+    """Starts a request that lasts until `end_request`, the next one or the return of `frame`.
+
+    Opened by another frame than the current request was, it lies inside that one.
+    """
+    outer = current_request()
+    if outer is not None and (frame is None or outer.is_opened_by(frame)):
+        end_request(outer)
+        outer = outer.outer
+    started = Request(total_steps, frame=frame, outer=outer)
     _current.set(started)
     return started
 
 
 def end_request(started: Request | None = None) -> None:
     """Ends the current request (or only `started`, if that is the current one)."""
-    running = _current.get()
+    running = current_request()
     if running is not None and (started is None or running is started):
-        _current.set(None)
+        _current.set(running.outer)
         running.close()
 
 
@@ -84,7 +138,7 @@ def request(total_steps: int | None = None) -> Iterator[Request]:
     """
     if total_steps is not None and (isinstance(total_steps, bool) or total_steps < 0):
         raise ConfigError(f"total_steps: expected a number ≥ 0 or None, got {total_steps!r}")
-    inner = Request(total_steps)
+    inner = Request(total_steps, outer=_current.get())
     token = _current.set(inner)
     try:
         yield inner

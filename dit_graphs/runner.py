@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +56,8 @@ class GraphRunner(GraphHolding):
         self.options = options
         self.stats = RunnerStats(options.label or options.component)
         self.disabled = 0
+        self.guests = {}
+        self.intercept = None
         self.cache = GraphCache(config.max_graphs, self._evict)
         self._form_source = signature_source(module, eager)
         self._form = CallForm(self._form_source, options.ignore)
@@ -183,10 +184,6 @@ class GraphRunner(GraphHolding):
         if now != entry.signature:
             self.cache.rekey(entry, now)
         return moved
-
-    def _extra(self) -> Hashable:
-        own = self.options.key() if self.options.key is not None else None
-        return self._watch.state_id, own
 
     def _observe_and_capture(self, entry: Entry, call: Call) -> object:
         entry.state = State.SEEN
@@ -387,9 +384,6 @@ class GraphRunner(GraphHolding):
         elif change == "caches":
             for entry in self.cache.held():
                 entry.state = State.CAPTURED  # compared once more before it serves again
-        refusal = self._watch.refusal
-        if refusal is None and self.options.guard is not None:
-            refusal = self.options.guard()
-        self._watch.refusal = refusal
+        refusal = self._watch.refusal = self._watch.refusal or self._guarded()
         if refusal is not None:
             raise CaptureAborted(*refusal)

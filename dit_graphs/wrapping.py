@@ -1,7 +1,8 @@
 """Owns `wrap` and `unwrap`: graphs for one method of any module, for own loops.
 
-Must never know pipelines. The surprising fact: wrapping twice changes nothing, and a module that
-cannot be wrapped raises before anything on it was touched.
+Must never know pipelines. The surprising fact: a module has one runner however many wrap it (the
+user, two pipelines that share it); wrapping twice changes nothing, the runner goes with the last of
+them, and a module that cannot be wrapped raises before anything on it was touched.
 """
 
 from __future__ import annotations
@@ -12,15 +13,26 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from .calls import device_of
 from .config import GraphConfig
 from .errors import ConfigError
-from .intercept import Function, find_intercept, install, remove
+from .intercept import Function, Intercept, find_intercept, install
+from .memory import device_state
 from .runner import GraphRunner, RunnerOptions
 from .watch import BreakPolicy
 
-__all__ = ["break_policy", "check_wrappable", "runner_of", "unwrap", "wrap", "wrap_with"]
+__all__ = [
+    "break_policy",
+    "check_wrappable",
+    "let_go",
+    "runner_of",
+    "unwrap",
+    "wrap",
+    "wrap_with",
+]
 
 M = TypeVar("M", bound=nn.Module)
+WRAP = "wrap"  # who needs a runner when nobody says who: the caller of `wrap`, until `unwrap`
 
 _DYNAMIC_OPS = ("varlen", "sageattention", "sparse_attn", "block_sparse")
 _ATTENTION_OPS = (*_DYNAMIC_OPS, "flash_attn", "flash_attention", "efficient_attention", "xformers")
@@ -96,11 +108,25 @@ def wrap(
 
 
 def wrap_with(
-    module: nn.Module, config: GraphConfig, options: RunnerOptions, *, method: str = "forward"
+    module: nn.Module,
+    config: GraphConfig,
+    options: RunnerOptions,
+    *,
+    method: str = "forward",
+    user: object = WRAP,
 ) -> GraphRunner:
-    """As `wrap`, with every option of the runner; returns the runner (an existing one too)."""
+    """As `wrap`, with every option of the runner; returns the runner (an existing one too).
+
+    A module that several `user`s wrap has one runner, made with the first one's config; it goes
+    with the last of them.
+    """
     existing = runner_of(module, method) if isinstance(module, nn.Module) else None
     if existing is not None:
+        intercept = find_intercept(module, method)
+        assert intercept is not None
+        if user not in intercept.users:
+            intercept.users.append(user)
+            existing.attach(user, options)
         return existing
     config.check_available()
     check_wrappable(module, method)
@@ -110,7 +136,8 @@ def wrap_with(
         made.append(GraphRunner(module, original, config, options))
         return made[0]
 
-    install(module, method, make)
+    intercept = install(module, method, make, user)
+    made[0].intercept = intercept
     return made[0]
 
 
@@ -122,9 +149,29 @@ def runner_of(module: nn.Module, method: str = "forward") -> GraphRunner | None:
 
 
 def unwrap(module: M, *, method: str = "forward") -> M:
-    """The module exactly as before `wrap`; its graphs and their memory are released."""
-    runner = runner_of(module, method)
-    if runner is not None:
-        remove(module, method)
-        runner.close()
+    """The module as before `wrap`; its graphs and their memory are released.
+
+    What `accelerate` put there stays until `restore`.
+    """
+    intercept = find_intercept(module, method) or _covered(module, method)
+    if intercept is not None:
+        let_go(intercept, WRAP)
     return module
+
+
+def _covered(module: nn.Module, method: str) -> Intercept | None:
+    """What `wrap` put on the module, although somebody has put something over it since."""
+    runners = [r for r in device_state(device_of(module)).holders if isinstance(r, GraphRunner)]
+    found = [r.intercept for r in runners if r.module is module and r.intercept is not None]
+    name = method if method != "forward" else "_compiled_call_impl"
+    return next((intercept for intercept in found if intercept.name == name), None)
+
+
+def let_go(intercept: Intercept, user: object) -> None:
+    """`user` needs what stands behind the intercept no longer; the last one closes it."""
+    serve = intercept.serve
+    if intercept.drop(user):
+        close: Callable[[], None] = serve.close  # type: ignore[attr-defined]
+        close()
+    elif isinstance(serve, GraphRunner):
+        serve.detach(user)

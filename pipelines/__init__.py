@@ -10,14 +10,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .acceleration import accelerate, disabled, explain, restore, stats
+    from .acceleration import accelerate, restore
+    from .reports import disabled, explain, stats
     from .warm_up import warmup
 
 __all__ = ["accelerate", "disabled", "explain", "restore", "stats", "warmup"]
 
+_HOMES = {
+    "accelerate": "acceleration",
+    "disabled": "reports",
+    "explain": "reports",
+    "restore": "acceleration",
+    "stats": "reports",
+    "warmup": "warm_up",
+}
+
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    home = _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "warm_up" if name == "warmup" else "acceleration"
     return getattr(import_module(f"{__name__}.{home}"), name)

@@ -2,39 +2,37 @@
 
 Must never know how graphs are captured. The surprising fact: a pipeline tells us everything we
 need through two methods it calls anyway: `progress_bar`, whose total is the number of steps, and
-`maybe_free_model_hooks`, which ends every call.
+`maybe_free_model_hooks`, which ends a call. Where that is not reached, the request ends with the
+frame of the call or with the bar.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import FrameType
 from typing import TypeVar
 
 from torch import nn
 
 from dit_graphs.config import GraphConfig
-from dit_graphs.counters import log
+from dit_graphs.counters import Mark, log
 from dit_graphs.errors import ConfigError, Reason
-from dit_graphs.intercept import MethodOverride, find_intercept
-from dit_graphs.request_scope import begin_request, end_request
+from dit_graphs.intercept import MethodOverride
+from dit_graphs.request_scope import Request, begin_request, end_request
 from dit_graphs.runner import RunnerOptions
-from dit_graphs.wrapping import break_policy, check_wrappable, runner_of
+from dit_graphs.wrapping import break_policy, check_wrappable
 
 from .components import Component, components_of, describe_denoiser, parts_of, state_guard
-from .installed import InstalledRunner, runners_behind, take_off, wrap_part
-from .mutators import MODULE_MUTATORS, PIPELINE_MUTATORS
+from .installed import InstalledPart, InstalledRunner, wrap_part
+from .mutators import PIPELINE_MUTATORS, listen
 
-__all__ = [
-    "Acceleration",
-    "accelerate",
-    "acceleration_of",
-    "disabled",
-    "explain",
-    "restore",
-    "stats",
-]
+__all__ = ["Acceleration", "accelerate", "acceleration_of", "restore"]
 
 T = TypeVar("T")
 
@@ -47,11 +45,10 @@ class Acceleration:
     def __init__(self, target: object, config: GraphConfig) -> None:
         self.target = target
         self.config = config
-        self.parts: dict[str, Component] = {}
-        self.refused: dict[str, str] = {}
-        self.is_disabled = 0
+        self.parts: dict[str, InstalledPart] = {}
+        self._refused: dict[str, tuple[nn.Module, str]] = {}
+        self._adopted: set[str] = set()
         self._overrides: list[MethodOverride] = []
-        self._marks: dict[str, tuple[int, object]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None
@@ -64,44 +61,57 @@ class Acceleration:
         """The runners by label, as far as they are still installed."""
         found: dict[str, InstalledRunner] = {}
         for part in self.parts.values():
-            found.update(runners_behind(part))
+            found.update(part.runners())
         return found
 
-    def install(self) -> None:
-        """Wraps every wanted part. Raises `ConfigError` before anything was touched."""
+    @property
+    def refused(self) -> dict[str, str]:
+        """The parts that stay eager, each with the reason."""
+        return {label: why for label, (_, why) in self._refused.items()}
+
+    def wanted(self) -> list[Component]:
+        """The parts to wrap. Raises `ConfigError` where one of them cannot be."""
         wanted = [part for part in _parts(self.target) if part.role in self.config.components]
         if not any(part.role == "denoiser" for part in wanted) and not wanted:
             raise ConfigError(f"{type(self.target).__name__} has no denoiser or VAE to wrap")
         for part in wanted:
             if part.role != "text_encoder" and not _is_hooked_for_offload(part.module):
                 check_wrappable(part.module, part.method)
-        self._wrap_parts(wanted)
+        return wanted
+
+    def install(self, wanted: list[Component]) -> None:
+        """Wraps every wanted part. Raises `ConfigError` with nothing installed."""
+        try:
+            for part in wanted:
+                self._wrap(part)
+        except ConfigError:
+            self.remove()
+            raise
         if self.runners and all(r.backend == "none" for r in self.runners.values()):
             log.warning("no part is on a CUDA device: every call stays eager (%s)", Reason.NO_CUDA)
         if not isinstance(self.target, (nn.Module, Mapping)):
-            self._override_pipeline()
+            self._override("progress_bar", self._on_progress_bar)
+            self._override("maybe_free_model_hooks", self._on_end)
+            self._overrides.extend(listen(self.target, PIPELINE_MUTATORS, self))
 
-    def _wrap_parts(self, wanted: list[Component]) -> None:
-        for part in wanted:
-            if part.label in self.parts and runners_behind(part):
-                continue
-            options = RunnerOptions(
-                component=part.role,
-                label=part.label,
-                policy=break_policy(self.config),
-                key=attention_key,
-                guard=state_guard(part.module),
-                describe=describe_denoiser if part.role == "denoiser" else None,
-            )
-            try:
-                made = wrap_part(part, self.config, options)
-            except ConfigError as error:
-                self._refuse(part, error)
-                continue
-            self.parts[part.label] = part
-            self._watch_mutators(part.module, MODULE_MUTATORS)
-            for label, runner in made.items():
-                log.info("%s: %s", label, _choice(self.config, part, runner))
+    def _wrap(self, part: Component) -> None:
+        options = RunnerOptions(
+            component=part.role,
+            label=part.label,
+            policy=break_policy(self.config),
+            key=attention_key,
+            guard=state_guard(part.module),
+            describe=describe_denoiser if part.role == "denoiser" else None,
+        )
+        try:
+            made = wrap_part(part, self.config, options, self)
+        except ConfigError as error:
+            self._refuse(part, error)
+            return
+        self.parts[part.label] = made
+        self._refused.pop(part.label, None)
+        for label, runner in made.runners().items():
+            log.info("%s: %s", label, _choice(self.config, part, runner))
 
     def _refuse(self, part: Component, error: ConfigError) -> None:
         """The part stays eager where that is no user's mistake; otherwise raises `error`."""
@@ -109,46 +119,22 @@ class Acceleration:
         if not offloaded and part.role != "text_encoder":
             raise error
         reason = Reason.OFFLOAD if offloaded else Reason.UNSUPPORTED_MODEL
-        self.refused[part.label] = f"{reason}: {error}"
+        self._refused[part.label] = part.module, f"{reason}: {error}"
         log.warning("%s: eager (%s)", part.label, reason)
 
     def adopt(self, part: Component) -> None:
         """One more part is served; it goes with the others at `remove`."""
-        self._wrap_parts([part])
-
-    def _override_pipeline(self) -> None:
-        self._override(self.target, "progress_bar", self._on_progress_bar)
-        self._override(self.target, "maybe_free_model_hooks", self._on_end)
-        self._watch_mutators(self.target, PIPELINE_MUTATORS)
-
-    def _watch_mutators(self, owner: object, names: tuple[str, ...]) -> None:
-        for name in names:
-            if callable(getattr(type(owner), name, None)):
-                self._override(owner, name, self._noticing)
+        self._release(part.label)
+        self._wrap(part)
+        self._adopted.add(part.label)
 
     def _override(
-        self,
-        owner: object,
-        name: str,
-        make: Callable[[Callable[..., object]], Callable[..., object]],
+        self, name: str, make: Callable[[Callable[..., object]], Callable[..., object]]
     ) -> None:
-        if isinstance(vars(owner).get(name), MethodOverride):
-            return
-        override = MethodOverride(owner, name, _no_acceleration)
+        override = MethodOverride(self.target, name)
         override.serve = make(override.original)
-        override.put()
+        override.put(self)
         self._overrides.append(override)
-
-    def _noticing(self, original: Callable[..., object]) -> Callable[..., object]:
-        """The method, after which every runner looks at its module again."""
-
-        def call(*args: object, **kwargs: object) -> object:
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.notice_change()
-
-        return call
 
     def notice_change(self) -> None:
         """Weights, adapters or processors may have changed."""
@@ -159,73 +145,110 @@ class Acceleration:
         def call(*args: object, **kwargs: object) -> object:
             bar = original(*args, **kwargs)
             total = getattr(bar, "total", None)
-            self.begin(int(total) if total else None)
-            self._end_on_error(bar)
+            request = self.begin(int(total) if total else None)
+            with suppress(TypeError):  # a bar of the user's own that cannot be watched
+                # a loop that is done with its bar is over, however it ended
+                weakref.finalize(bar, request.close).atexit = False
             return bar
 
         return call
 
-    def _end_on_error(self, bar: object) -> None:
-        """A loop that raises ends its request: what was checked for it must not be believed on."""
-        close = getattr(bar, "close", None)
-        if not callable(close):
-            return
-
-        def closing(*args: object, **kwargs: object) -> object:
-            if sys.exc_info()[0] is not None:
-                self.end()
-            return close(*args, **kwargs)
-
-        setattr(bar, "close", closing)  # noqa: B010
-
     def _on_end(self, original: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
-            self.end()
+            end_request()
             return original(*args, **kwargs)
 
         return call
 
-    def begin(self, total_steps: int | None) -> None:
-        """A request starts: the wrapped parts are still the pipeline's, still ours."""
-        begin_request(total_steps)
-        self._marks = {label: (id(r), r.stats.mark()) for label, r in self.runners.items()}
+    def begin(self, total_steps: int | None) -> Request:
+        """A request starts: the wrapped parts are the pipeline's present ones, and still ours."""
+        self._follow_pipeline()
+        request = begin_request(total_steps, opening_frame(self.target))
+        marks = {label: (runner, runner.stats.mark()) for label, runner in self.runners.items()}
+        request.at_end(self, partial(_tell, marks))
+        return request
+
+    def _follow_pipeline(self) -> None:
+        """Parts that were replaced, taken away or wrapped over since the last request."""
+        present = [part for part in _parts(self.target) if part.role in self.config.components]
+        modules = [part.module for part in present]
+        gone = [
+            label
+            for label, known in self.parts.items()
+            if label not in self._adopted and not any(map(known.serves, present))
+        ]
+        for label, known in list(self.parts.items()):
+            if label in gone or not known.is_in_place:
+                self._release(label)
+        for label, (module, _) in list(self._refused.items()):
+            if not any(module is part for part in modules):
+                del self._refused[label]
+        new = [part for part in present if not self._knows(part)]
+        if gone or new:
+            old = ", ".join(gone) or "nothing"
+            found = ", ".join(part.label for part in new) or "nothing"
+            log.info("the pipeline's parts changed: released %s; new: %s", old, found)
+        for part in new:
+            self._serve_new(part)
+
+    def _knows(self, part: Component) -> bool:
+        is_refused = any(module is part.module for module, _ in self._refused.values())
+        return is_refused or any(known.serves(part) for known in self.parts.values())
+
+    def _serve_new(self, part: Component) -> None:
+        if part.label in self.parts:  # that name went to another part when this one was missing
+            part = replace(part, label=f"{part.role}:{part.name}.{part.method}")
         try:
-            self._rewrap_replaced()
+            self._wrap(part)
         except ConfigError as error:
-            log.warning("a replaced component stays eager: %s", error)
+            self._refused[part.label] = part.module, str(error)
+            log.warning("%s: eager: %s", part.label, error)
 
-    def _rewrap_replaced(self) -> None:
-        for part in _parts(self.target):
-            if part.role not in self.config.components:
-                continue
-            known = self.parts.get(part.label)
-            if known is not None and known.module is not part.module:
-                take_off(known)
-                del self.parts[part.label]
-            if find_intercept(part.module, part.method) is None and part.label not in self.refused:
-                self.parts.pop(part.label, None)
-                self._wrap_parts([part])
-
-    def end(self) -> None:
-        """The request is over; one line says how it was served."""
-        end_request()
-        for label, runner in self.runners.items():
-            mark = self._marks.get(label)
-            if mark is not None and mark[0] == id(runner):
-                line = runner.stats.line(mark[1])  # type: ignore[arg-type]
-                if not line.startswith("0/0"):
-                    kind = "cuda graph" if runner.device.type == "cuda" else "cpu recorder"
-                    log.info("%s %s: %s", label, kind, line)
+    def _release(self, label: str) -> None:
+        known = self.parts.pop(label, None)
+        if known is not None:
+            known.take_off()
 
     def remove(self) -> None:
         """The pipeline is exactly as before; all graph memory is released."""
         end_request()
-        for part in self.parts.values():
-            take_off(part)
-        self.parts.clear()
+        for label in list(self.parts):
+            self._release(label)
         for override in reversed(self._overrides):
-            override.take_off()
+            override.drop(self)
         self._overrides.clear()
+
+
+def _tell(marks: dict[str, tuple[InstalledRunner, Mark]]) -> None:
+    """One line per part says how the request was served."""
+    for label, (runner, mark) in marks.items():
+        line = runner.stats.line(mark)
+        if not line.startswith("0/0"):
+            kind = "cuda graph" if runner.device.type == "cuda" else "cpu recorder"
+            log.info("%s %s: %s", label, kind, line)
+
+
+def opening_frame(target: object) -> FrameType:
+    """The pipeline call that is running here; where none is, whoever called us."""
+    code = (
+        getattr(inspect.unwrap(type(target).__call__), "__code__", None)
+        if callable(target)
+        else None
+    )
+    outside: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return frame
+        if outside is None and not _is_of_this_package(frame):
+            outside = frame
+        frame = frame.f_back
+    return outside if outside is not None else sys._getframe(1)
+
+
+def _is_of_this_package(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _no_acceleration() -> None:
@@ -281,12 +304,12 @@ def accelerate(target: T, config: GraphConfig | None = None, **overrides: object
     config = (config or GraphConfig()).with_overrides(**overrides)
     config.check_available()
     existing = acceleration_of(target)
-    if existing is not None:
-        if existing.config == config:
-            return target
-        restore(target)
+    if existing is not None and existing.config == config:
+        return target
     acceleration = Acceleration(target, config)
-    acceleration.install()
+    wanted = acceleration.wanted()
+    restore(target)
+    acceleration.install(wanted)
     if isinstance(target, dict):
         target[_ATTRIBUTE] = acceleration
     else:
@@ -304,73 +327,3 @@ def restore(target: T) -> T:
         else:
             object.__delattr__(target, _ATTRIBUTE)
     return target
-
-
-def _required(target: object) -> Acceleration:
-    found = acceleration_of(target)
-    if found is not None:
-        return found
-    if isinstance(target, nn.Module) and runner_of(target) is not None:
-        return _of_wrapped_module(target)
-    raise ConfigError(f"{type(target).__name__} is not accelerated: call accelerate() first")
-
-
-def _of_wrapped_module(module: nn.Module) -> Acceleration:
-    runner = runner_of(module)
-    assert runner is not None
-    view = Acceleration(module, runner.config)
-    view.parts["denoiser"] = next(_parts(module))
-    return view
-
-
-def stats(target: object) -> dict[str, object]:
-    """Counters per component and one record per graph, as plain JSON-serialisable values.
-
-    Raises `ConfigError` where the target was never accelerated.
-    """
-    acceleration = _required(target)
-    runners = acceleration.runners
-    components = {label: runner.report() for label, runner in runners.items()}
-    graphs = any(runner.holds_graphs() for runner in runners.values())
-    return {
-        "mode": "graphs" if graphs else "eager",
-        "components": components,
-        "refused": dict(acceleration.refused),
-    }
-
-
-def explain(target: object) -> str:
-    """What ran from graphs and what did not, with each reason in words."""
-    acceleration = _required(target)
-    lines: list[str] = []
-    for label, runner in acceleration.runners.items():
-        lines.extend(_explain_runner(label, runner))
-    lines.extend(f"{label}: eager. {why}" for label, why in acceleration.refused.items())
-    return "\n".join(lines) or "nothing is wrapped"
-
-
-def _explain_runner(label: str, runner: InstalledRunner) -> Iterator[str]:
-    yield f"{label}: {runner.stats.line()} calls from graphs"
-    report = runner.report()
-    graphs = report["graphs"]
-    assert isinstance(graphs, list)
-    for graph in graphs:
-        yield (
-            f"  graph {graph['signature']}: {graph['backend']}, {graph['segments']} segments, "
-            f"{graph['breaks']} breaks, {graph['captured_fraction']:.0%} captured, "
-            f"{graph['replays']} replays, verified {graph['verified']}"
-        )
-    for reason, count in runner.stats.fallbacks.most_common():
-        detail = runner.stats.details.get(reason, "")
-        yield f"  {count} eager: {reason}: {reason.sentence}. {detail}".rstrip()
-    yield from runner.explain_misses()
-
-
-@contextmanager
-def disabled(target: object) -> Iterator[None]:
-    """Plain eager inside the block; graphs are kept for afterwards."""
-    acceleration = _required(target)
-    with ExitStack() as stack:
-        for runner in acceleration.runners.values():
-            stack.enter_context(runner.switched_off())
-        yield

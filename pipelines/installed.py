@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
+from torch import nn
 
 from dit_graphs.config import GraphConfig
 from dit_graphs.counters import RunnerStats
-from dit_graphs.intercept import Function, find_intercept, install, remove
+from dit_graphs.intercept import Function, Intercept, find_intercept, install
 from dit_graphs.runner import GraphRunner, RunnerOptions
-from dit_graphs.wrapping import check_wrappable, wrap_with
+from dit_graphs.wrapping import check_wrappable, let_go, wrap_with
 
 from .components import Component
+from .mutators import MODULE_MUTATORS, Listener, Overheard, listen
 
-__all__ = ["InstalledRunner", "runners_behind", "take_off", "wrap_part"]
+__all__ = ["InstalledPart", "InstalledRunner", "wrap_part"]
 
 
 class InstalledRunner(Protocol):
@@ -53,22 +56,64 @@ class _SeveralRunners(Protocol):
 
     def installed_runners(self) -> dict[str, InstalledRunner]: ...
 
-    def close(self) -> None: ...
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InstalledPart:
+    """One part of a pipeline as it is served for `user`."""
+
+    part: Component
+    intercept: Intercept
+    heard: tuple[Overheard, ...]
+    user: Listener
+
+    @property
+    def module(self) -> nn.Module:
+        """The part itself."""
+        return self.part.module
+
+    def serves(self, part: Component) -> bool:
+        """Whether it is this method of this very module, whatever the part is called now."""
+        return self.part.module is part.module and self.part.method == part.method
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether calls still reach us first, and nobody took the intercept off."""
+        return self.intercept.is_in_place and self.user in self.intercept.users
+
+    def runners(self) -> dict[str, InstalledRunner]:
+        """What serves the part, by label."""
+        serve = self.intercept.serve
+        if isinstance(serve, GraphRunner):
+            return {self.part.label: serve}
+        if hasattr(serve, "installed_runners"):
+            return cast(_SeveralRunners, serve).installed_runners()
+        return {}
+
+    def take_off(self) -> None:
+        """The part is as before; unless others need them too, its graphs' memory is released."""
+        let_go(self.intercept, self.user)
+        for override in self.heard:
+            override.drop(self.user)
 
 
 def wrap_part(
-    part: Component, config: GraphConfig, options: RunnerOptions
-) -> dict[str, InstalledRunner]:
-    """The part is served by runners from now on (by the present ones, where it already is).
+    part: Component, config: GraphConfig, options: RunnerOptions, user: Listener
+) -> InstalledPart:
+    """The part is served for `user` from now on (by the present runner, where it has one).
 
     Raises `ConfigError` with the part untouched.
     """
+    intercept = find_intercept(part.module, part.method)
     if part.role != "text_encoder":
-        return {part.label: wrap_with(part.module, config, options, method=part.method)}
-    if not runners_behind(part):
+        wrap_with(part.module, config, options, method=part.method, user=user)
+        intercept = find_intercept(part.module, part.method)
+    elif intercept is not None:
+        intercept.users.append(user)
+    else:
         check_wrappable(part.module, part.method)
-        install(part.module, part.method, _maker(part, config, options))
-    return runners_behind(part)
+        intercept = install(part.module, part.method, _maker(part, config, options), user)
+    assert intercept is not None
+    return InstalledPart(part, intercept, tuple(listen(part.module, MODULE_MUTATORS, user)), user)
 
 
 def _maker(
@@ -87,25 +132,3 @@ def _maker(
     from .text_encoder.encode import EncodeRunner
 
     return lambda original: EncodeRunner(part.module, original, config, options)
-
-
-def runners_behind(part: Component) -> dict[str, InstalledRunner]:
-    """The runners installed on the part, by label; none where it is not wrapped."""
-    intercept = find_intercept(part.module, part.method)
-    serve = intercept.serve if intercept is not None else None
-    if isinstance(serve, GraphRunner):
-        return {part.label: serve}
-    if part.role == "text_encoder" and hasattr(serve, "installed_runners"):
-        return cast(_SeveralRunners, serve).installed_runners()
-    return {}
-
-
-def take_off(part: Component) -> None:
-    """The part is exactly as before; its graphs and their memory are released."""
-    intercept = find_intercept(part.module, part.method)
-    if intercept is None or not runners_behind(part):
-        return
-    serve = intercept.serve
-    remove(part.module, part.method)
-    assert isinstance(serve, GraphRunner) or hasattr(serve, "close")
-    serve.close()

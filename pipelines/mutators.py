@@ -1,4 +1,4 @@
-"""Owns the names of the methods that change weights, adapters, processors or caches.
+"""Owns the names of the methods that change weights, adapters, processors or caches, and who hears.
 
 Must never know graphs. The surprising fact: a callback may call any of them between two steps of
 one request, so after each the module is looked at again before the next call replays.
@@ -6,7 +6,12 @@ one request, so after each the module is looked at again before the next call re
 
 from __future__ import annotations
 
-__all__ = ["MODULE_MUTATORS", "PIPELINE_MUTATORS"]
+from collections.abc import Iterable
+from typing import Protocol, cast
+
+from dit_graphs.intercept import MethodOverride
+
+__all__ = ["MODULE_MUTATORS", "PIPELINE_MUTATORS", "Listener", "Overheard", "listen"]
 
 PIPELINE_MUTATORS = (
     "load_lora_weights",
@@ -61,3 +66,39 @@ MODULE_MUTATORS = (
     "enable_slicing",
     "disable_slicing",
 )
+
+
+class Listener(Protocol):
+    """Whoever wants to know that something was changed."""
+
+    def notice_change(self) -> None: ...
+
+
+class Overheard(MethodOverride):
+    """A method whose users hear of every call, once it is done or has raised."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            for user in dict.fromkeys(self.users):
+                cast(Listener, user).notice_change()
+
+
+def listen(owner: object, names: Iterable[str], listener: Listener) -> list[Overheard]:
+    """Those of the named methods that `owner` has; `drop(listener)` each of them to hear no more.
+
+    Pipelines that share a module share what stands before its methods.
+    """
+    heard: list[Overheard] = []
+    for name in names:
+        if not callable(getattr(type(owner), name, None)):
+            continue
+        found = vars(owner).get(name)
+        if isinstance(found, Overheard) and found.users:
+            found.users.append(listener)
+        else:
+            found = Overheard(owner, name)
+            found.put(listener)
+        heard.append(found)
+    return heard

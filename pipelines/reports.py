@@ -1,0 +1,87 @@
+"""Owns what users read: `stats`, `explain`, and `disabled` for comparing by hand.
+
+Must never know how parts are wrapped. The surprising fact: a module that was only wrapped, in a
+loop of the user's own, is reported like a pipeline with one denoiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from dit_graphs.errors import ConfigError
+from dit_graphs.wrapping import runner_of
+
+from .acceleration import acceleration_of
+from .installed import InstalledRunner
+
+__all__ = ["disabled", "explain", "stats"]
+
+
+def _runners_of(target: object) -> dict[str, InstalledRunner]:
+    """The runners of an accelerated pipeline or a wrapped module. Raises `ConfigError`."""
+    found = acceleration_of(target)
+    if found is not None:
+        return found.runners
+    runner = runner_of(target) if isinstance(target, nn.Module) else None
+    if runner is not None:
+        return {"denoiser": runner}
+    raise ConfigError(f"{type(target).__name__} is not accelerated: call accelerate() first")
+
+
+def _refused(target: object) -> dict[str, str]:
+    found = acceleration_of(target)
+    return dict(found.refused) if found is not None else {}
+
+
+def stats(target: object) -> dict[str, object]:
+    """Counters per component and one record per graph, as plain JSON-serialisable values.
+
+    Raises `ConfigError` where the target was never accelerated.
+    """
+    runners = _runners_of(target)
+    components = {label: runner.report() for label, runner in runners.items()}
+    graphs = any(runner.holds_graphs() for runner in runners.values())
+    return {
+        "mode": "graphs" if graphs else "eager",
+        "components": components,
+        "refused": _refused(target),
+    }
+
+
+def explain(target: object) -> str:
+    """What ran from graphs and what did not, with each reason in words."""
+    lines: list[str] = []
+    for label, runner in _runners_of(target).items():
+        lines.extend(_explain_runner(label, runner))
+    lines.extend(f"{label}: eager. {why}" for label, why in _refused(target).items())
+    return "\n".join(lines) or "nothing is wrapped"
+
+
+def _explain_runner(label: str, runner: InstalledRunner) -> Iterator[str]:
+    yield f"{label}: {runner.stats.line()} calls from graphs"
+    report = runner.report()
+    graphs = report["graphs"]
+    assert isinstance(graphs, list)
+    for graph in graphs:
+        yield (
+            f"  graph {graph['signature']}: {graph['backend']}, {graph['segments']} segments, "
+            f"{graph['breaks']} breaks, {graph['captured_fraction']:.0%} captured, "
+            f"{graph['replays']} replays, verified {graph['verified']}"
+        )
+    for reason, count in runner.stats.fallbacks.most_common():
+        detail = runner.stats.details.get(reason, "")
+        yield f"  {count} eager: {reason}: {reason.sentence}. {detail}".rstrip()
+    yield from runner.explain_misses()
+
+
+@contextmanager
+def disabled(target: object) -> Iterator[None]:
+    """Plain eager inside the block; graphs are kept for afterwards."""
+    runners = _runners_of(target)
+    with ExitStack() as stack:
+        for runner in runners.values():
+            stack.enter_context(runner.switched_off())
+        yield
