@@ -255,11 +255,11 @@ def test_what_diffusers_attaches_counts_for_a_module_that_was_wrapped_before() -
     dit_graphs.wrap(pipe.transformer, backend="recorded")
     dit_graphs.accelerate(pipe, backend="recorded")
     for target in (pipe, plain):
-        target.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.5))
+        target.transformer.enable_layerwise_casting(torch.bfloat16, torch.float32)
     for seed in range(2):
         assert torch.equal(_latents(pipe, "flux", seed), _latents(plain, "flux", seed))
     fallbacks = dit_graphs.stats(pipe)["components"]["denoiser"]["fallbacks"]
-    assert set(fallbacks) == {"step_cache"}
+    assert set(fallbacks) == {"layerwise_casting"}
 
 
 def _sharing(config: dict[str, object]) -> tuple[object, object]:
