@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import CaptureAborted, Reason
+from .gate import CaptureGate
 
 __all__ = ["CaptureGate", "CudaState", "DeviceState", "HostState", "Stopwatch", "device_state"]
 
@@ -37,47 +38,6 @@ def device_state(device: torch.device) -> DeviceState:
             found = CudaState(device) if device.type == "cuda" else HostState(device)
             _registry[device] = found
         return found
-
-
-class CaptureGate:
-    """Wrapped calls pass shared; a capture needs the gate alone, and never waits for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Condition()
-        self._inside: dict[int, int] = {}
-        self._owner: int | None = None
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Held for one wrapped call; waits while another thread captures."""
-        me = threading.get_ident()
-        with self._lock:
-            while self._owner is not None and self._owner != me:
-                self._lock.wait()
-            self._inside[me] = self._inside.get(me, 0) + 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside[me] -= 1
-                if not self._inside[me]:
-                    del self._inside[me]
-                self._lock.notify_all()
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Held for one capture. Raises `CaptureAborted` while another thread's call is inside."""
-        me = threading.get_ident()
-        with self._lock:
-            if self._owner is not None or any(other != me for other in self._inside):
-                raise CaptureAborted(Reason.CAPTURE_GATE_BUSY, "another thread is in a call")
-            self._owner = me
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._owner = None
-                self._lock.notify_all()
 
 
 class Stopwatch(Protocol):

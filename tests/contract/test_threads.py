@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,7 @@ from twin import Where
 import dit_graphs
 from dit_graphs import Reason, eager_on_graph
 from dit_graphs.errors import CaptureAborted
-from dit_graphs.memory import CaptureGate
+from dit_graphs.gate import CaptureGate
 from dit_graphs.wrapping import runner_of
 
 
@@ -152,6 +153,102 @@ def test_the_gate_lets_calls_pass_together_and_captures_alone() -> None:
         assert thread.is_alive(), "a call waits while another thread captures"
     thread.join(timeout=30)
     assert order[-1] == "call"
+
+
+def test_a_capture_gets_through_a_load_that_never_pauses(where: Where) -> None:
+    """Two threads whose calls overlap all the time: at no moment is nobody inside."""
+    module, plain = _pair(where)
+    done = threading.Event()
+    steps = [threading.Semaphore(1), threading.Semaphore(0)]
+
+    class Overlapping(nn.Module):
+        """Each call leaves only after the other thread's next call has begun."""
+
+        def forward(self, x: Tensor, mine: int) -> Tensor:
+            steps[1 - mine].release()
+            steps[mine].acquire(timeout=0.2)
+            return x + 1
+
+    busy = dit_graphs.wrap(Overlapping(), backend="off")
+    # backend="off" passes the gate by; this one enters it as a served module's call would
+    gate = runner_of(module).state.gate
+
+    def load(mine: int) -> None:
+        with torch.no_grad():
+            while not done.is_set():
+                with gate.shared():
+                    busy(torch.zeros(1), mine)
+
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(load, number) for number in range(2)]
+        try:
+            for start in range(0, 400, 4):
+                _equal_calls(module, where, plain, start, 4)
+                if runner_of(module).stats.captures:
+                    break
+        finally:
+            done.set()
+        for each in loads:
+            each.result(timeout=30)
+    stats = runner_of(module).stats
+    assert stats.captures == 1, f"starved: {dict(stats.fallbacks)}"
+    assert stats.fallbacks[Reason.CAPTURE_GATE_BUSY] >= CaptureGate.MAX_PUT_OFF
+    _equal_calls(module, where, plain, 500, 3)
+
+
+def test_the_gate_waits_after_several_refusals_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CaptureGate, "PATIENCE_S", 0.3)
+    gate = CaptureGate()
+    leave, inside, arrived = threading.Event(), threading.Event(), threading.Event()
+
+    def long_call() -> None:
+        with gate.shared():
+            inside.set()
+            assert leave.wait(timeout=30)
+
+    def arrive() -> None:
+        with gate.shared():
+            arrived.set()
+
+    def attempt() -> bool:
+        try:
+            with gate.exclusive():
+                return True
+        except CaptureAborted:
+            return False
+
+    with ThreadPoolExecutor(4) as pool:
+        pool.submit(long_call)
+        assert inside.wait(timeout=30)
+        started = time.perf_counter()
+        assert not any(attempt() for _ in range(CaptureGate.MAX_PUT_OFF))
+        assert time.perf_counter() - started < 0.2, "the first ones do not wait"
+        capture = pool.submit(attempt)
+        while gate._waiting is None:
+            time.sleep(0.001)
+        newcomer = pool.submit(arrive)
+        assert not arrived.wait(timeout=0.1), "who arrives waits with it"
+        assert not attempt(), "a second capture does not wait for the first"
+        assert capture.result(timeout=30) is False, "a call that does not leave wins in the end"
+        newcomer.result(timeout=30)
+        assert not any(attempt() for _ in range(CaptureGate.MAX_PUT_OFF - 1))
+        capture = pool.submit(attempt)
+        while gate._waiting is None and not capture.done():
+            time.sleep(0.001)
+        leave.set()
+        assert capture.result(timeout=30) is True
+
+
+def test_alone_is_said_only_where_nobody_is_inside() -> None:
+    gate = CaptureGate()
+    with gate.alone() as is_alone:
+        assert is_alone
+    with gate.shared(), gate.alone() as is_alone:
+        assert not is_alone, "this thread is inside itself"
+    with gate.exclusive():
+        pass
 
 
 def test_a_call_from_a_break_of_a_replay_runs_eagerly(segmenting: Where) -> None:
