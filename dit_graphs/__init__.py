@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from .breaks import break_graph, eager_on_graph
     from .pipelines import accelerate, disabled, explain, restore, stats, warmup
     from .pipelines.text_encoder.rewrite import rewrite_prompt
+    from .pipelines.wrapped import wrap
     from .request_scope import request
     from .signature import register_leaf
-    from .wrapping import unwrap, wrap
+    from .wrapping import unwrap
 
 __version__ = "0.1.0"
 
@@ -50,7 +51,7 @@ _HOMES = {
     "register_leaf": "signature",
     "request": "request_scope",
     "unwrap": "wrapping",
-    "wrap": "wrapping",
+    "wrap": "pipelines.wrapped",
     "accelerate": "pipelines.acceleration",
     "disabled": "pipelines.reports",
     "explain": "pipelines.reports",

@@ -7,7 +7,9 @@ matters, because `pipe.to("cuda")` may come after `accelerate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from .watch import BreakPolicy
 
 __all__ = [
     "Call",
+    "Carried",
     "Eager",
     "RunnerOptions",
     "check_tensors",
@@ -29,6 +32,28 @@ __all__ = [
 ]
 
 Eager = Callable[..., object]
+
+
+class Carried(Protocol):
+    """What one module hands from call to call. A state is a tree of tensors and plain values."""
+
+    def begin(self) -> object | None:
+        """The state the next call starts from; None where nothing is carried now."""
+
+    def put(self, state: object) -> None:
+        """The forward will find `state`."""
+
+    def take(self) -> object:
+        """The state the forward left."""
+
+    def end(self, state: object) -> None:
+        """The call is over and left `state`."""
+
+    def branch(self) -> Hashable:
+        """What this call is expected to decide on the host, or has decided."""
+
+    def deciding(self) -> AbstractContextManager[None]:
+        """Inside, decisions of the forward are eager breaks, or were made beforehand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +67,15 @@ class RunnerOptions:
     policy: BreakPolicy = field(default_factory=BreakPolicy)
     guard: Callable[[], tuple[Reason, str] | None] | None = None
     describe: Callable[[Signature], str] | None = None
+    carried: Carried | None = None
 
 
 @dataclass(slots=True)
 class Call:
     """One call: as the caller wrote it (`args`, `kwargs`), and normalised (`positional`, `named`).
 
-    `tensors` are its tensor leaves in freeze order of the normalised form.
+    `tensors` are its tensor leaves in freeze order of the normalised form. `has_turned`: a decision
+    inside it has already led to another graph than the expected one.
     """
 
     args: tuple[object, ...]
@@ -57,6 +84,7 @@ class Call:
     named: dict[str, object]
     tensors: list[Tensor]
     request: Request | None
+    has_turned: bool = False
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -79,7 +107,8 @@ def resolve_backend(name: BackendName, device: torch.device) -> str:
 
 def signature_source(module: nn.Module, eager: Eager) -> Eager:
     """The function whose parameters a call of `eager` fills."""
-    if getattr(eager, "__func__", None) is nn.Module._call_impl:
+    called = getattr(eager, "__wrapped__", eager)
+    if getattr(called, "__func__", None) is nn.Module._call_impl:
         return module.forward
     return eager
 

@@ -1,4 +1,4 @@
-"""Owns `wrap` and `unwrap`: graphs for one method of any module, for own loops.
+"""Owns `wrap_with` and `unwrap`: graphs for one method of any module.
 
 Must never know pipelines. The surprising fact: a module has one runner however many wrap it (the
 user, two pipelines that share it); wrapping twice changes nothing, the runner goes with the last of
@@ -7,13 +7,14 @@ them, and a module that cannot be wrapped raises before anything on it was touch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from .calls import device_of
+from .carrying import CarryingRunner
 from .config import GraphConfig
 from .errors import ConfigError
 from .intercept import Function, Intercept, find_intercept, install
@@ -27,7 +28,6 @@ __all__ = [
     "let_go",
     "runner_of",
     "unwrap",
-    "wrap",
     "wrap_with",
 ]
 
@@ -84,29 +84,6 @@ def _has_own_graphs(module: nn.Module) -> bool:
     return False
 
 
-def wrap(
-    module: M,
-    config: GraphConfig | None = None,
-    *,
-    method: str = "forward",
-    key: Callable[[], Hashable] | None = None,
-    ignore: tuple[str, ...] = (),
-    **overrides: object,
-) -> M:
-    """The same module, whose `method` replays graphs from now on. Idempotent.
-
-    `key()` is read on every call and joins the signature; arguments named in `ignore` leave it
-    (they must not be able to change the result). Results are the caller's own tensors.
-    Raises `ConfigError`, with the module untouched.
-    """
-    config = (config or GraphConfig()).with_overrides(**overrides)
-    policy = break_policy(config)
-    wrap_with(
-        module, config, RunnerOptions(key=key, ignore=tuple(ignore), policy=policy), method=method
-    )
-    return module
-
-
 def wrap_with(
     module: nn.Module,
     config: GraphConfig,
@@ -115,10 +92,10 @@ def wrap_with(
     method: str = "forward",
     user: object = WRAP,
 ) -> GraphRunner:
-    """As `wrap`, with every option of the runner; returns the runner (an existing one too).
+    """The runner that serves `method` of the module from now on (an existing one as it is).
 
     A module that several `user`s wrap has one runner, made with the first one's config; it goes
-    with the last of them.
+    with the last of them. Raises `ConfigError`, with the module untouched.
     """
     existing = runner_of(module, method) if isinstance(module, nn.Module) else None
     if existing is not None:
@@ -132,8 +109,10 @@ def wrap_with(
     check_wrappable(module, method)
     made: list[GraphRunner] = []
 
+    kind = GraphRunner if options.carried is None else CarryingRunner
+
     def make(original: Function) -> Function:
-        made.append(GraphRunner(module, original, config, options))
+        made.append(kind(module, original, config, options))
         return made[0]
 
     intercept = install(module, method, make, user)

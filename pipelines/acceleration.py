@@ -28,9 +28,11 @@ from dit_graphs.request_scope import Request, begin_request, end_request
 from dit_graphs.runner import RunnerOptions
 from dit_graphs.wrapping import break_policy, check_wrappable
 
-from .components import Component, components_of, describe_denoiser, parts_of, state_guard
+from .attachments import state_guard
+from .components import Component, components_of, describe_denoiser, parts_of
 from .installed import InstalledPart, InstalledRunner, wrap_part
 from .mutators import PIPELINE_MUTATORS, listen
+from .step_caches import StepCache
 
 __all__ = ["Acceleration", "accelerate", "acceleration_of", "restore"]
 
@@ -95,13 +97,15 @@ class Acceleration:
             self._overrides.extend(listen(self.target, PIPELINE_MUTATORS, self))
 
     def _wrap(self, part: Component) -> None:
+        carries = part.role == "denoiser"
         options = RunnerOptions(
             component=part.role,
             label=part.label,
             policy=break_policy(self.config),
             key=attention_key,
-            guard=state_guard(part.module),
-            describe=describe_denoiser if part.role == "denoiser" else None,
+            guard=state_guard(part.module, serves_caches=carries),
+            describe=describe_denoiser if carries else None,
+            carried=StepCache(part.module) if carries else None,
         )
         try:
             made = wrap_part(part, self.config, options, self)

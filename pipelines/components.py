@@ -6,17 +6,17 @@ Must never know graphs. The surprising fact: pipelines call denoisers as modules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-from dit_graphs.errors import ConfigError, Reason
+from dit_graphs.errors import ConfigError
 from dit_graphs.signature import Signature
 
-__all__ = ["Component", "components_of", "describe_denoiser", "state_guard"]
+__all__ = ["Component", "components_of", "describe_denoiser", "parts_of"]
 
 Role = Literal["denoiser", "vae", "text_encoder"]
 
@@ -111,53 +111,6 @@ def parts_of(target: object) -> Mapping[str, object]:
         f"expected a diffusers pipeline, a dict of components or a module, got "
         f"{type(target).__name__}"
     )
-
-
-def state_guard(module: nn.Module) -> Callable[[], tuple[Reason, str] | None]:
-    """A check of what diffusers and accelerate attached: offload, casting, step caches."""
-
-    def check() -> tuple[Reason, str] | None:
-        for path, child in module.named_modules():
-            found = _attached(child)
-            if found is not None:
-                return found[0], f"{found[1]} on {path or type(module).__name__}"
-        return None
-
-    return check
-
-
-_OFFLOAD_HOOKS = ("CpuOffload", "AlignDevicesHook", "UserCpuOffloadHook")
-_HOOK_REASONS = (
-    ("group_offload", Reason.OFFLOAD),
-    ("layerwise_casting", Reason.LAYERWISE_CASTING),
-    ("layerwise_upcasting", Reason.LAYERWISE_CASTING),
-    ("cache", Reason.STEP_CACHE),
-    ("pyramid", Reason.STEP_CACHE),
-    ("faster", Reason.STEP_CACHE),
-    ("taylor", Reason.STEP_CACHE),
-    ("skip_guidance", Reason.HOOKS),
-    ("layer_skip", Reason.HOOKS),
-    ("context_parallel", Reason.HOOKS),
-)
-
-
-def _attached(child: nn.Module) -> tuple[Reason, str] | None:
-    attributes = child.__dict__
-    hook = attributes.get("_hf_hook")
-    if hook is not None:
-        parts = [hook, *getattr(hook, "hooks", ())]
-        names = [type(part).__name__ for part in parts]
-        if any(name in _OFFLOAD_HOOKS for name in names):
-            return Reason.OFFLOAD, names[0]
-        return Reason.HOOKS, names[0]
-    registry = attributes.get("_diffusers_hook")
-    for name in getattr(registry, "hooks", None) or ():
-        lowered = str(name).lower()
-        reason = next((r for word, r in _HOOK_REASONS if word in lowered), Reason.HOOKS)
-        return reason, str(name)
-    if attributes.get("_cache_config") is not None:
-        return Reason.STEP_CACHE, type(attributes["_cache_config"]).__name__
-    return None
 
 
 def describe_denoiser(signature: Signature) -> str:

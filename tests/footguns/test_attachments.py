@@ -1,4 +1,4 @@
-"""What users attach to a pipeline: step caches, offload, casting, FreeU, tiling, processors.
+"""What users attach to a pipeline: offload, casting, FreeU, tiling, processors.
 
 Each of them works through hooks or plain attributes that no argument shows. It is honoured, by an
 eager call with its reason or by a graph of its own, and taking it off brings the graphs back.
@@ -6,63 +6,11 @@ eager call with its reason or by a graph of its own, and taking it off brings th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import diffusers
 import pytest
-import tiny
 import torch
+from pair import Pair
 from torch import Tensor
-
-import dit_graphs
-
-
-class Pair:
-    """An accelerated tiny pipeline and a plain one to which the same is done."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.fast, self.plain = tiny.build(name), tiny.build(name)
-        dit_graphs.accelerate(self.fast, backend="recorded")
-
-    def both(self, change: Callable[[object], object]) -> None:
-        for pipe in (self.fast, self.plain):
-            change(pipe)
-
-    def latents(self, **options: object) -> Tensor:
-        mine, theirs = (
-            tiny.latents(pipe, tiny.call_kwargs(self.name, **{"size": 32, "steps": 5, **options}))
-            for pipe in (self.fast, self.plain)
-        )
-        assert torch.equal(mine, theirs)
-        return mine
-
-    def counts(self) -> tuple[int, dict[str, int]]:
-        denoiser = dit_graphs.stats(self.fast)["components"]["denoiser"]
-        return denoiser["replays"], dict(denoiser["fallbacks"])
-
-    def reasons_of(self, calls: int, **options: object) -> dict[str, int]:
-        """Eager calls by reason over the next `calls` generations."""
-        before = self.counts()[1]
-        for seed in range(calls):
-            self.latents(seed=seed, **options)
-        after = self.counts()[1]
-        return {r: n - before.get(r, 0) for r, n in after.items() if n != before.get(r, 0)}
-
-
-def test_b55_a_step_cache_decides_on_the_host_and_stays_eager() -> None:
-    """FirstBlockCache skips blocks by looking at values, and keeps residuals between steps."""
-    pair = Pair("flux")
-    pair.latents()
-    config = diffusers.FirstBlockCacheConfig(threshold=0.5)
-    pair.both(lambda pipe: pipe.transformer.enable_cache(config))
-    assert pair.reasons_of(2) == {"step_cache": 10}
-    assert pair.reasons_of(1, size=48) == {"step_cache": 5}
-    assert pair.reasons_of(1) == {"step_cache": 5}
-    pair.both(lambda pipe: pipe.transformer.disable_cache())
-    before = pair.counts()[0]
-    assert set(pair.reasons_of(3)) <= {"warming_up"}
-    assert pair.counts()[0] >= before + 10
 
 
 def test_b59_layerwise_casting_moves_the_weights_and_stays_eager() -> None:

@@ -279,7 +279,7 @@ def test_strict_serves_a_pipeline_that_graphs_can_serve() -> None:
     dit_graphs.accelerate(pipe, backend="recorded", strict=True, components=("denoiser",))
     for seed in range(2):
         tiny.latents(pipe, tiny.call_kwargs("flux", size=32, seed=seed))
-    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.5))
+    pipe.transformer.enable_cache(diffusers.TaylorSeerCacheConfig())
     with pytest.raises(dit_graphs.FallbackError, match="step_cache"):
         tiny.latents(pipe, tiny.call_kwargs("flux", size=32))
 

@@ -1,0 +1,262 @@
+"""Step caches skip blocks when little changed: a host decision per step, with residuals kept.
+
+A graph has no place for either. So the residuals go in and out as values, the decision is an eager
+break, and each way it can fall is a graph of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import diffusers
+import pytest
+import tiny
+import torch
+from diffusers.hooks import apply_first_block_cache
+from pair import Pair
+
+import dit_graphs
+from dit_graphs.wrapping import runner_of
+
+# where the tiny models' residuals change by about as much, so that both decisions occur
+THRESHOLDS = {"flux": 0.7, "wan22": 0.42, "qwen-image": 1.1}
+
+
+def _first_block(threshold: float) -> diffusers.FirstBlockCacheConfig:
+    return diffusers.FirstBlockCacheConfig(threshold=threshold)
+
+
+def _magnitude(steps: int = 12, threshold: float = 0.06) -> diffusers.MagCacheConfig:
+    ratios = [1.0, *(0.98 - 0.01 * i for i in range(steps - 1))]
+    return diffusers.MagCacheConfig(
+        threshold=threshold, num_inference_steps=steps, mag_ratios=ratios
+    )
+
+
+def _enable(make: Callable[[], object]) -> Callable[[object], None]:
+    """Each denoiser gets a config of its own: MagCache keeps state in it."""
+
+    def enable(pipe: object) -> None:
+        for module in tiny.denoisers(pipe):
+            module.enable_cache(make())
+
+    return enable
+
+
+def _disable(pipe: object) -> None:
+    for module in tiny.denoisers(pipe):
+        module.disable_cache()
+
+
+class Decisions:
+    """What the plain pipeline's cache decided, call by call."""
+
+    def __init__(self, pipe: object) -> None:
+        self.computed: list[bool] = []
+        module = tiny.denoisers(pipe)[0]
+        blocks = module.blocks if hasattr(module, "blocks") else module.transformer_blocks
+        self.hook = blocks[0]._diffusers_hook.hooks["fbc_leader_block_hook"]
+        own = self.hook._should_compute_remaining_blocks
+
+        def note(residual: torch.Tensor) -> bool:
+            self.computed.append(own(residual))
+            return self.computed[-1]
+
+        self.hook._should_compute_remaining_blocks = note
+
+
+def test_b55_first_block_cache_runs_from_one_graph_per_branch() -> None:
+    """Both decisions, again and again, and each block that a decision skips is skipped."""
+    pair = Pair("flux", prepare=_enable(lambda: _first_block(THRESHOLDS["flux"])))
+    decided = Decisions(pair.plain)
+    found = [pair.reasons_of(1, steps=12, seed=seed) for seed in range(6)]
+    assert 20 <= decided.computed.count(False) <= 50  # of 72
+    assert set().union(*found) == {"warming_up"}
+    # plain, observed and compared; and one more where a first guess fell the other way
+    assert sum(reasons.get("warming_up", 0) for reasons in found) <= 12
+    assert found[-1] == found[-2] == {}
+    assert pair.replays >= 60
+    graphs = pair.component()["graphs"]
+    # without a residual to compare with, the first step decides nothing
+    assert sorted(graph["breaks"] for graph in graphs) == [0, 1, 1]
+    skips, computes = sorted(graph["nbytes"] for graph in graphs if graph["breaks"])
+    assert skips < 0.7 * computes
+    assert pair.component()["invalidations"] == 0
+
+
+@pytest.mark.parametrize("name", ["wan22", "qwen-image"])
+def test_b55_each_branch_of_guidance_keeps_residuals_of_its_own(name: str) -> None:
+    """cond and uncond alternate on one graph; what they keep must not mix."""
+    pair = Pair(name, prepare=_enable(lambda: _first_block(THRESHOLDS[name])))
+    decided = Decisions(pair.plain)
+    for seed in range(3):
+        assert set(pair.reasons_of(1, steps=8, seed=seed)) <= {"warming_up"}
+    components = dit_graphs.stats(pair.fast)["components"]
+    assert sum(part["replays"] for part in components.values()) >= 16
+    assert {True, False} <= set(decided.computed)
+
+
+def test_b55_sizes_in_turn_a_cancelled_run_and_a_failed_one() -> None:
+    """State of the last run, of another shape or half a run old, must be what plain makes of it."""
+    pair = Pair("flux", prepare=_enable(lambda: _first_block(THRESHOLDS["flux"])))
+
+    def stop(pipe: object, step: int, *rest: object) -> dict:
+        pipe._interrupt = step >= 2
+        return rest[-1]
+
+    def fail(pipe: object, step: int, *rest: object) -> dict:
+        if step == 3:
+            raise RuntimeError("in the loop")
+        return rest[-1]
+
+    for seed in range(3):
+        for size in (32, 48, 32):
+            pair.latents(size=size, steps=8, seed=seed)
+        pair.latents(steps=8, seed=seed, callback_on_step_end=stop)
+        for pipe in (pair.fast, pair.plain):
+            with pytest.raises(RuntimeError, match="in the loop"):
+                pair.call(pipe, steps=8, seed=seed, callback_on_step_end=fail)
+        pair.latents(steps=8, seed=seed)
+    assert pair.replays >= 60
+
+
+def test_b55_switched_on_and_off_between_graphs() -> None:
+    """Enabled after graphs existed, enabled past `enable_cache`, at another threshold, disabled."""
+    pair = Pair("flux")
+    plain = pair.latents(steps=8)
+    pair.both(_enable(lambda: _first_block(THRESHOLDS["flux"])))
+    for seed in range(4):
+        cached = pair.latents(steps=8, seed=seed)
+    assert pair.reasons_of(1, steps=8, seed=3) == {}
+    pair.both(lambda pipe: setattr(Decisions(pipe).hook, "threshold", 0.0))
+    assert not torch.equal(pair.latents(steps=8, seed=3), cached)
+    pair.both(_disable)
+    assert torch.equal(pair.latents(steps=8), plain)
+    config = _first_block(THRESHOLDS["flux"])
+    pair.both(lambda pipe: apply_first_block_cache(pipe.transformer, config))
+    for _ in range(3):
+        assert torch.equal(pair.latents(steps=8, seed=3), cached)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"backend": "debug"},
+        {"capture": "first_use"},
+        {"verify": "always"},
+        {"verify": False},
+        {"max_graphs": 2},
+        {"backend": "auto"},
+    ],
+    ids=str,
+)
+def test_b55_whatever_the_config_the_latents_are_plain(config: dict[str, object]) -> None:
+    pair = Pair("flux", prepare=_enable(lambda: _first_block(THRESHOLDS["flux"])), **config)
+    for seed in range(3):
+        pair.latents(steps=8, seed=seed)
+    serves = config.get("verify") != "always" and config.get("backend") != "auto"
+    assert (pair.replays > 0) is serves
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_b55_mag_cache_runs_from_one_graph_per_branch(name: str) -> None:
+    """Its decision needs host numbers only: it is known before the call."""
+    pair = Pair(name, prepare=_enable(_magnitude))
+    for seed in range(3):
+        assert set(pair.reasons_of(1, steps=12, seed=seed)) <= {"warming_up"}
+    before = pair.replays
+    assert pair.reasons_of(1, steps=12, seed=5) == {}
+    assert pair.replays - before >= 12
+    sizes = {graph["nbytes"] for graph in pair.component()["graphs"]}
+    assert min(sizes) < 0.7 * max(sizes), "one of the graphs skips blocks"
+    # half a run, then a whole one: the counter of steps stands where plain's stands
+    pair.latents(steps=5)
+    pair.latents(steps=12)
+
+
+_EAGER: dict[str, tuple[str, Callable[[object], object]]] = {
+    "TaylorSeer": (
+        "flux",
+        lambda pipe: pipe.transformer.enable_cache(
+            diffusers.TaylorSeerCacheConfig(cache_interval=2)
+        ),
+    ),
+    "MagCache that calibrates": (
+        "flux",
+        lambda pipe: pipe.transformer.enable_cache(
+            diffusers.MagCacheConfig(calibrate=True, num_inference_steps=5)
+        ),
+    ),
+    "PAB": (
+        "wan",
+        lambda pipe: pipe.transformer.enable_cache(
+            diffusers.PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=2,
+                spatial_attention_timestep_skip_range=(0, 1000),
+                spatial_attention_block_identifiers=("blocks",),
+                current_timestep_callback=lambda: pipe.current_timestep,
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _EAGER)
+def test_b55_other_caches_stay_eager_with_one_reason(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, enable = _EAGER[kind]
+    pair = Pair(name)
+    pair.latents()
+    with caplog.at_level(logging.WARNING, logger="dit_graphs"):
+        pair.both(enable)
+        assert set(pair.reasons_of(2)) == {"step_cache"}
+    assert len([r for r in caplog.records if "step_cache" in r.getMessage()]) == 1
+    pair.both(_disable)
+    assert set(pair.reasons_of(2)) <= {"warming_up"}
+
+
+def test_b55_a_bare_transformer_in_a_loop_of_ones_own() -> None:
+    """`wrap` knows of caches too: a graph of the first decision would answer for all others."""
+    fast, plain = tiny.build("flux"), tiny.build("flux")
+    dit_graphs.wrap(fast.transformer, backend="recorded")
+    for pipe in (fast, plain):
+        pipe.transformer.enable_cache(_first_block(THRESHOLDS["flux"]))
+    for seed in range(3):
+        mine, theirs = (
+            tiny.latents(p, tiny.call_kwargs("flux", size=32, steps=12, seed=seed))
+            for p in (fast, plain)
+        )
+        assert torch.equal(mine, theirs)
+    assert runner_of(fast.transformer).stats.replays >= 24
+
+
+def test_b55_cache_dit_stays_eager_with_one_reason() -> None:
+    """cache-dit swaps the blocks for the time of each call and decides on the host."""
+    cache_dit = pytest.importorskip("cache_dit")
+
+    pipe = tiny.build("flux")  # one only: cache-dit patches the pipeline's class
+    config = cache_dit.DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2)
+
+    def latents() -> torch.Tensor:
+        return tiny.latents(pipe, tiny.call_kwargs("flux", size=32, steps=6))
+
+    plain = latents()
+    for when in ("before", "after"):
+        if when == "before":
+            cache_dit.enable_cache(pipe, cache_config=config)
+            expected = latents()
+        dit_graphs.accelerate(pipe, backend="recorded")
+        if when == "after":
+            assert torch.equal(latents(), plain)
+            cache_dit.enable_cache(pipe, cache_config=config)
+        for _ in range(2):
+            assert torch.equal(latents(), expected)
+        denoiser = dit_graphs.stats(pipe)["components"]["denoiser"]
+        assert denoiser["fallbacks"]["step_cache"] == 12
+        cache_dit.disable_cache(pipe)
+        for _ in range(2):
+            assert torch.equal(latents(), plain)
+        assert dit_graphs.stats(pipe)["components"]["denoiser"]["replays"] >= 3
+        dit_graphs.restore(pipe)
