@@ -31,6 +31,7 @@ _FIRST_BLOCK, _MAG, _MAG_BLOCK = (
 )
 SERVED_HOOKS = frozenset({_FIRST_BLOCK, "fbc_block_hook", _MAG, _MAG_BLOCK})
 SERVED_CONFIGS = frozenset({"FirstBlockCacheConfig", "MagCacheConfig"})
+_NO_STEP = -1  # far from the last step, at which MagCache empties itself
 _DECISION = "_should_compute_remaining_blocks"
 _MAG_NUMBERS = ("accumulated_ratio", "accumulated_err", "accumulated_steps", "step_index")
 
@@ -215,17 +216,14 @@ class _Magnitude:
         (held.previous_residual,) = cast("tuple[object]", state)
         held.head_block_input = None
         held.accumulated_ratio, held.accumulated_err, held.accumulated_steps = 1.0, 0.0, 0
-        held.step_index = -1  # far from the last step, at which the cache empties itself
+        held.step_index = _NO_STEP
 
     def take(self) -> object:
         return (self._state.previous_residual,)
 
     def end(self, state: object) -> None:
         self.put(state)
-        held = self._state
-        vars(held).update(self._numbers)
-        held.should_compute = self._is_computed
-        self._tail._advance_step(held)
+        self._count(is_done=True)
 
     def branch(self) -> Hashable:
         return self._is_computed
@@ -241,8 +239,18 @@ class _Magnitude:
         self.hook.config = forced
         try:
             yield
+        except BaseException:  # the counters must stand where the hooks that ran would leave them
+            self._count(is_done=self._state.step_index != _NO_STEP)
+            raise
         finally:
             self.hook.config = own
+
+    def _count(self, *, is_done: bool) -> None:
+        held = self._state
+        vars(held).update(self._numbers)
+        held.should_compute = self._is_computed
+        if is_done:
+            self._tail._advance_step(held)
 
 
 def _tail_hook(module: nn.Module) -> Any:

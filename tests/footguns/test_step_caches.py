@@ -121,6 +121,32 @@ def test_b55_sizes_in_turn_a_cancelled_run_and_a_failed_one() -> None:
     assert pair.replays >= 60
 
 
+@pytest.mark.parametrize("make", [lambda: _first_block(THRESHOLDS["flux"]), _magnitude])
+def test_b55_a_forward_that_raises_leaves_what_plain_leaves(make: Callable[[], object]) -> None:
+    """Half a forward has written half the state; the next run starts from it, as plain does."""
+    pair = Pair("flux", prepare=_enable(make))
+
+    def arm(pipe: object, bombs: int = 1) -> None:
+        layer = pipe.transformer.norm_out.linear
+        calls = iter([False] * 6 + [True] * bombs)
+
+        def bomb(module: object, given: object) -> None:
+            if next(calls, False):
+                raise ValueError("in a block")
+
+        pipe.bomb = layer.register_forward_pre_hook(bomb)
+
+    for seed in range(3):
+        pair.latents(steps=12, seed=seed)
+        pair.both(arm)
+        for pipe in (pair.fast, pair.plain):
+            with pytest.raises(ValueError, match="in a block"):
+                pair.call(pipe, steps=12, seed=seed)
+            pipe.bomb.remove()
+        pair.latents(steps=12, seed=seed)
+    assert pair.replays >= 24
+
+
 def test_b55_switched_on_and_off_between_graphs() -> None:
     """Enabled after graphs existed, enabled past `enable_cache`, at another threshold, disabled."""
     pair = Pair("flux")
