@@ -135,7 +135,7 @@ class _Registered(Cache):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_huge_nested_arguments_stay_eager_cheaply(where: Where) -> None:
+def test_b40_huge_nested_arguments_stay_eager_cheaply(where: Where) -> None:
     class Ignores(nn.Module):
         def forward(self, x: Tensor, junk: object) -> Tensor:
             return x * 2

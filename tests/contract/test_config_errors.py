@@ -139,7 +139,7 @@ def test_a_missing_method_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("how", ["in place", "as a wrapper", "a block of it"])
-def test_a_module_with_graphs_of_its_own_is_refused(mode: str, how: str) -> None:
+def test_b17_a_module_with_graphs_of_its_own_is_refused(mode: str, how: str) -> None:
     module: nn.Module = nn.Sequential(Computes(), Computes())
     if how == "in place":
         module.compile(mode=mode)

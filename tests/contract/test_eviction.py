@@ -129,7 +129,7 @@ def test_a_budget_below_one_graph_keeps_none(pooled: Where) -> None:
     assert "memory_budget" in twin.fallbacks
 
 
-def test_unwrap_releases_everything(where: Where) -> None:
+def test_b34_unwrap_releases_everything(where: Where) -> None:
     module = Shares().to(where.device)
     dit_graphs.wrap(module, backend=where.backend)
     for index in range(5):

@@ -46,7 +46,7 @@ def _serve(twin: Twin, size: int = 3, calls: int = 5) -> None:
         twin(twin.where.randn(size, 8, seed=index))
 
 
-def test_out_of_memory_releases_the_graphs_and_tries_once_more(
+def test_b31_out_of_memory_releases_the_graphs_and_tries_once_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     twin, other = Twin(Greedy(), RECORDED), Twin(nn.Linear(8, 8), RECORDED)
@@ -159,7 +159,7 @@ def test_one_state_per_device_is_shared_by_all_runners(where: Where) -> None:
     assert held[1] not in held[0].state.holders
 
 
-def test_captures_do_not_let_the_collector_in_and_restore_its_state(graphing: Where) -> None:
+def test_b36_captures_do_not_let_the_collector_in_and_restore_its_state(graphing: Where) -> None:
     import gc
 
     state = device_state(graphing.device)

@@ -40,7 +40,7 @@ def _pair(where: Where, seed: int = 0) -> tuple[nn.Module, nn.Module]:
     return module, plain
 
 
-def test_captured_in_the_main_thread_replayed_in_workers(where: Where) -> None:
+def test_b65_captured_in_the_main_thread_replayed_in_workers(where: Where) -> None:
     module, plain = _pair(where)
     _equal_calls(module, where, plain, 0, 5)
     stats = runner_of(module).stats

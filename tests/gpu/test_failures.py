@@ -168,7 +168,7 @@ def test_an_error_inside_a_break_reaches_the_user_as_the_models_own(when):
     healthy(build(seed=3), build(seed=3), range(2))
 
 
-def test_running_out_of_memory_releases_graphs_and_retries_once():
+def test_b31_running_out_of_memory_releases_graphs_and_retries_once():
     module, reference = build(dim=1024, heads=8), build(dim=1024, heads=8)
     wrap(module, GraphConfig(backend="full"))
     with torch.no_grad(), dit_graphs.request(total_steps=5):
@@ -196,7 +196,7 @@ def test_running_out_of_memory_releases_graphs_and_retries_once():
             assert torch.equal(module(**kwargs)[0], reference(**kwargs)[0])
 
 
-def test_garbage_graphs_are_not_destroyed_during_a_capture():
+def test_b36_garbage_graphs_are_not_destroyed_during_a_capture():
     enabled = gc.isenabled()
     gc.set_threshold(1)
     try:
@@ -215,7 +215,7 @@ def test_garbage_graphs_are_not_destroyed_during_a_capture():
     assert gc.isenabled() == enabled
 
 
-def test_no_capture_is_started_without_headroom(monkeypatch):
+def test_b37_no_capture_is_started_without_headroom(monkeypatch):
     module, reference = build(), build()
     wrap(module, GraphConfig(backend="full"))
     monkeypatch.setattr(CudaState, "HEADROOM_BYTES", 1 << 60)

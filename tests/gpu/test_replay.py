@@ -155,7 +155,7 @@ def test_random_numbers_follow_the_stream_of_plain_eager():
     assert report(module)["replays"] == 4
 
 
-def test_calls_on_side_streams_see_inputs_that_arrive_late():
+def test_b10_calls_on_side_streams_see_inputs_that_arrive_late():
     module, reference = build(), build()
     wrap(module, GraphConfig(backend="full"))
     side = torch.cuda.Stream()
@@ -218,7 +218,7 @@ def test_a_thousand_mixed_replays_do_not_grow_memory():
 
 
 @pytest.mark.alone
-def test_restore_gives_the_memory_back():
+def test_b34_restore_gives_the_memory_back():
     module, warm = build(dim=1024, heads=8), build()
     with torch.no_grad():
         module(**inputs(0, dim=1024))

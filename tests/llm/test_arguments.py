@@ -120,7 +120,7 @@ def test_a_positional_prompt_without_a_mask(recorded, qwen3):
     assert generator.runner.stats.replays == 4
 
 
-def test_right_padding_is_refused_with_what_to_do(recorded, qwen3):
+def test_b81_right_padding_is_refused_with_what_to_do(recorded, qwen3):
     generator = recorded(qwen3)
     batch = tiny_llms.prompts([6, 3], side="right")
     expected, written = generate_both(generator, qwen3, batch)

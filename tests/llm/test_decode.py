@@ -37,20 +37,20 @@ def test_every_class_writes_what_transformers_writes(recorded, name):
 
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2", "gemma3", "mistral"])
 @pytest.mark.parametrize("length", [14, 15, 16, 17, 18])
-def test_texts_pass_their_sliding_window(recorded, name, length):
+def test_b82_texts_pass_their_sliding_window(recorded, name, length):
     """The window is 16: prompts end before, at and behind it, and texts run far past it."""
     model = tiny_llms.build(name)
     check(recorded(model), model, [length, 5], 28)
 
 
-def test_every_total_length_around_a_context_bucket(recorded, qwen3):
+def test_b82_every_total_length_around_a_context_bucket(recorded, qwen3):
     """A decode reads 32, 64, 128… positions: one token less, exactly as many, and one more."""
     generator = recorded(qwen3)
     for total in (31, 32, 33, 63, 64, 65):
         check(generator, qwen3, [total - 12, 3], 12)
 
 
-def test_a_text_that_no_slot_holds_makes_the_slots_grow_first(recorded, qwen3):
+def test_b80_a_text_that_no_slot_holds_makes_the_slots_grow_first(recorded, qwen3):
     """Slots of 48 tokens (47 and the trash position): 0, 1 and many tokens too much."""
     generator = recorded(qwen3)
     check(generator, qwen3, [35], 12)
@@ -70,14 +70,14 @@ def test_slots_grow_while_a_text_is_written(recorded, qwen3, monkeypatch):
     assert generator.runner.stats.replays >= 80
 
 
-def test_a_longer_text_begins_with_the_shorter_one(recorded, qwen3):
+def test_b77_a_longer_text_begins_with_the_shorter_one(recorded, qwen3):
     generator = recorded(qwen3)
     texts = [check(generator, qwen3, [9], new) for new in (20, 30, 40)]
     assert torch.equal(texts[0], texts[1][:, :20])
     assert torch.equal(texts[1], texts[2][:, :30])
 
 
-def test_32_tokens_are_one_capture(recorded, qwen3):
+def test_b78_32_tokens_are_one_capture(recorded, qwen3):
     generator = recorded(qwen3)
     check(generator, qwen3, [9], 32)
     captured = [held.used.name for held in generator.runner.passes.held.values()]
@@ -85,7 +85,7 @@ def test_32_tokens_are_one_capture(recorded, qwen3):
     assert generator.runner.stats.captures == 2  # the model and the choice of tokens
 
 
-def test_an_earlier_prompt_leaves_nothing_behind(recorded, qwen3):
+def test_b79_an_earlier_prompt_leaves_nothing_behind(recorded, qwen3):
     """A, a shorter B, A again on one runner."""
     generator = recorded(qwen3)
     first = check(generator, qwen3, [30, 11], 20, seed=1)
@@ -93,13 +93,13 @@ def test_an_earlier_prompt_leaves_nothing_behind(recorded, qwen3):
     assert torch.equal(check(generator, qwen3, [30, 11], 20, seed=1), first)
 
 
-def test_batches_of_4_then_2_then_4(recorded, qwen3):
+def test_b82_batches_of_4_then_2_then_4(recorded, qwen3):
     generator = recorded(qwen3)
     for lengths in ([9, 3, 14, 6], [21, 2], [9, 3, 14, 6], [5]):
         check(generator, qwen3, lengths, 16)
 
 
-def test_a_row_does_not_feel_its_neighbours(recorded, qwen3):
+def test_b81_a_row_does_not_feel_its_neighbours(recorded, qwen3):
     generator = recorded(qwen3)
     batch = tiny_llms.prompts([13, 4, 8])
     together = generator(**batch, max_new_tokens=16, do_sample=False)[:, 13:]
@@ -112,7 +112,7 @@ def test_a_row_does_not_feel_its_neighbours(recorded, qwen3):
         assert torch.equal(alone[0, length:], together[row])
 
 
-def test_other_padding_of_the_same_shape(recorded, qwen3):
+def test_b81_other_padding_of_the_same_shape(recorded, qwen3):
     generator = recorded(qwen3)
     for lengths in ([12, 3], [12, 11], [5, 12], [12, 12]):
         check(generator, qwen3, lengths, 10)
@@ -126,7 +126,9 @@ def test_64_prompts_of_mixed_length_in_one_call(recorded, qwen3):
 
 
 @pytest.mark.parametrize("poll_every", [1, 4])
-def test_rows_that_end_early_are_padded_and_end_the_call(recorded, qwen3, monkeypatch, poll_every):
+def test_b83_rows_that_end_early_are_padded_and_end_the_call(
+    recorded, qwen3, monkeypatch, poll_every
+):
     """End tokens come from what the rows write: they end at once, after some tokens, never."""
     monkeypatch.setattr(writing, "_POLL_EVERY", poll_every)
     generator = recorded(qwen3)

@@ -90,7 +90,7 @@ def bundled_like():
     )
 
 
-def test_rewriting_is_the_same_with_and_without_graphs_and_repeatable():
+def test_b62_rewriting_is_the_same_with_and_without_graphs_and_repeatable():
     pipe = bundled_like()
     plain = [dit_graphs.rewrite_prompt(pipe, "a cat", 20, seed) for seed in (0, 1)]
     dit_graphs.accelerate(pipe, **TEXT_ONLY)

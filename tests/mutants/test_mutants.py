@@ -47,7 +47,7 @@ def test_the_tests_pass_on_the_package_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_broken_variant_is_noticed(
+def test_b16_a_broken_variant_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: object
 ) -> None:
     variant: Variant = VARIANTS[name]

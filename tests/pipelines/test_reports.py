@@ -82,7 +82,9 @@ def test_one_line_per_component_capture_and_request(caplog: pytest.LogCaptureFix
     assert told[1] == "denoiser cpu recorder: 3/6 (3 eager: warming_up)"
 
 
-def test_auto_on_the_cpu_says_that_nothing_will_happen(caplog: pytest.LogCaptureFixture) -> None:
+def test_b38_auto_on_the_cpu_says_that_nothing_will_happen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pipe = tiny.build("flux")
     with caplog.at_level(logging.WARNING, logger="dit_graphs"):
         dit_graphs.accelerate(pipe)
