@@ -41,8 +41,16 @@ class GraphHolding:
     _capturer: Capturer
 
     def mark_changed(self) -> None:
-        """A mutator ran (LoRA, processors, `.to`): the next call checks the module again."""
+        """A mutator ran (LoRA, processors, `.to`): the next call checks the module again.
+
+        Where it moved the weights, graphs go at once: they keep the old ones alive. From inside a
+        call that is left to the next one.
+        """
         self._watch.forget()
+        if self.holds_graphs() and self._watch.has_moved():
+            with self.state.gate.alone() as is_alone:
+                if is_alone:
+                    self._invalidate()
 
     def attach(self, user: object, options: RunnerOptions) -> None:
         """`user` has its calls served here too: its key and guard count until `detach`."""
@@ -115,13 +123,19 @@ class GraphHolding:
             self.state.settle()
             return self.cache.release_all()
 
+    def _invalidate(self) -> None:
+        """No graph is true any longer."""
+        self.drop_graphs()
+        self.state.retire_if_unused()
+        self.stats.invalidations += 1
+        log.info("%s: weights changed; graphs dropped", self.stats.component)
+
     def close(self) -> None:
         """All graph memory of this runner is released; the last one also frees the pool."""
         self.drop_graphs()
         self.cache.entries.clear()
         self.state.holders.discard(self)
-        if not any(holder.holds_graphs() for holder in list(self.state.holders)):
-            self.state.retire()
+        self.state.retire_if_unused()
 
     def holds_graphs(self) -> bool:
         """Whether any graph is held."""

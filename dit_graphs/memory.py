@@ -162,6 +162,11 @@ class DeviceState:
             self.generation += 1
             return dropped
 
+    def retire_if_unused(self) -> None:
+        """The memory of a pool in which no graph is left goes back to the device."""
+        if not any(holder.holds_graphs() for holder in list(self.holders)):
+            self.retire()
+
     def _new_pool(self) -> None:
         pass
 

@@ -7,7 +7,7 @@ every number, string and container of them in the tree belongs to a graph's key.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .tree import Identity, UnknownLeaf, freeze
 
-__all__ = ["ModuleState", "is_ours", "sweep"]
+__all__ = ["ModuleState", "is_ours", "sweep", "weight_keys"]
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
@@ -59,6 +59,16 @@ def _host_version(tensor: Tensor, devices: set[torch.device]) -> int:
     return tensor._version if on_host and not tensor.is_inference() else 0
 
 
+def _own_weights(module: nn.Module) -> Iterator[Tensor]:
+    for table in (module._parameters, module._buffers):
+        yield from (tensor for tensor in table.values() if tensor is not None)
+
+
+def weight_keys(module: nn.Module) -> tuple[Hashable, ...]:
+    """Where the weights of the whole tree lie now, as in `ModuleState.weights`."""
+    return tuple(tensor_key(t) for child in module.modules() for t in _own_weights(child))
+
+
 class _Sweep:
     def __init__(self, volatile: frozenset[str]) -> None:
         self.volatile = volatile
@@ -78,11 +88,9 @@ class _Sweep:
         # of a module without weights only its identity tells Tanh from Sigmoid
         bare = not (attributes["_parameters"] or attributes["_buffers"] or attributes["_modules"])
         self.python.append((f"{path}.type", Identity(module if bare else type(module))))
-        for table in ("_parameters", "_buffers"):
-            for tensor in attributes[table].values():
-                if tensor is not None:
-                    self.weights.append(tensor_key(tensor))
-                    self.devices.add(tensor.device)
+        for tensor in _own_weights(module):
+            self.weights.append(tensor_key(tensor))
+            self.devices.add(tensor.device)
         for table in _HOOK_TABLES:
             if attributes[table]:
                 self.hooked.append(path or "the module itself")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .errors import Reason
-from .module_state import ModuleState, sweep
+from .module_state import ModuleState, sweep, weight_keys
 
 __all__ = ["Change", "ModuleWatch"]
 
@@ -56,6 +56,10 @@ class ModuleWatch:
     def forget(self) -> None:
         """The next call sweeps again, whatever its request."""
         self._checked.clear()
+
+    def has_moved(self) -> bool:
+        """Whether weights lie elsewhere than at the last sweep; nothing is remembered of it."""
+        return self._base is not None and weight_keys(self.module) != self._base.weights
 
     @property
     def state_id(self) -> int:
@@ -120,6 +124,8 @@ class ModuleWatch:
         self._id = self._number(now.python)
         if now.weights == before.weights:
             return None
+        self._pending = "weights"  # graphs of other signatures read the old ones
+        self._checked.clear()
         self._moved += 1
         if self._moved < 2:
             return None

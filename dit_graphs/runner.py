@@ -374,13 +374,13 @@ class GraphRunner(GraphHolding):
         here = self._watch.device
         if here is not None and here != self.device:
             self.drop_graphs()
+            self.state.holders.discard(self)
+            self.state.retire_if_unused()
             self._settle_on(here)
             if self.backend == "none":
                 raise CaptureAborted(Reason.NO_CUDA, str(here))
         if change == "weights" and self.cache.held():
-            self.drop_graphs()
-            self.stats.invalidations += 1
-            log.info("%s: weights changed; graphs dropped", self.stats.component)
+            self._invalidate()
         elif change == "caches":
             for entry in self.cache.held():
                 entry.state = State.CAPTURED  # compared once more before it serves again

@@ -78,6 +78,7 @@ class DecodeRunner:
         here = self.model.device
         if here != self.device:
             self.release()
+            self.state.retire_if_unused()
             self._settle_on(here)
         if self.backend == "none":
             return Reason.NO_CUDA, str(self.device)
@@ -234,11 +235,20 @@ class DecodeRunner:
         """As `release`; the last holder of graphs on the device also frees the pool."""
         self.release()
         self.state.holders.discard(self.passes)
-        if not any(holder.holds_graphs() for holder in list(self.state.holders)):
-            self.state.retire()
+        self.state.retire_if_unused()
 
     def mark_changed(self) -> None:
-        """A mutator ran; every call looks at the module anyway."""
+        """A mutator ran. Every call looks at the module; graphs of moved weights go at once."""
+        if not (self.holds_graphs() and self.watch.has_moved()):
+            return
+        with self.state.gate.alone() as is_alone:
+            if is_alone and self.lock.acquire(blocking=False):  # else a text is being written
+                try:
+                    self.release()
+                finally:
+                    self.lock.release()
+                self.stats.invalidations += 1
+                self.state.retire_if_unused()
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:

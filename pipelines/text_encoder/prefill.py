@@ -72,6 +72,8 @@ class PrefillRunner(GraphRunner):
         change, self.change = self.change, None
         if self.device != self.model.device:
             self.drop_graphs()
+            self.state.holders.discard(self)
+            self.state.retire_if_unused()
             self._settle_on(self.model.device)
         elif change == "weights":
             self.drop_graphs()
