@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, cast
 
+from torch import nn
+
 from dit_graphs.intercept import MethodOverride
+
+from .strengths import Strengths
 
 __all__ = ["MODULE_MUTATORS", "PIPELINE_MUTATORS", "Listener", "Overheard", "listen"]
 
@@ -79,10 +83,28 @@ class Overheard(MethodOverride):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         try:
-            return self.original(*args, **kwargs)
+            return self.run(*args, **kwargs)
         finally:
             for user in dict.fromkeys(self.users):
                 cast(Listener, user).notice_change()
+
+    def run(self, *args: object, **kwargs: object) -> object:
+        """The method itself."""
+        return self.original(*args, **kwargs)
+
+
+class OverheardStrengths(Overheard):
+    """`set_adapters` of a module: strengths that lie in tensors stay there."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        super().__init__(owner, name)
+        self._strengths = Strengths(cast(nn.Module, owner))
+
+    def run(self, *args: object, **kwargs: object) -> object:
+        if not self.users:  # nobody replays graphs of this module any longer
+            return self.original(*args, **kwargs)
+        with self._strengths.kept():
+            return self.original(*args, **kwargs)
 
 
 def listen(owner: object, names: Iterable[str], listener: Listener) -> list[Overheard]:
@@ -98,7 +120,8 @@ def listen(owner: object, names: Iterable[str], listener: Listener) -> list[Over
         if isinstance(found, Overheard) and found.users:
             found.users.append(listener)
         else:
-            found = Overheard(owner, name)
+            keeps = name == "set_adapters" and isinstance(owner, nn.Module)
+            found = OverheardStrengths(owner, name) if keeps else Overheard(owner, name)
             found.put(listener)
         heard.append(found)
     return heard

@@ -22,7 +22,7 @@ def test_b59_layerwise_casting_moves_the_weights_and_stays_eager() -> None:
             storage_dtype=torch.bfloat16, compute_dtype=torch.float32
         )
     )
-    assert pair.reasons_of(2) == {"layerwise_casting": 10}
+    assert pair.reasons_of(2) == {"layerwise_casting": 8}
 
 
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
@@ -39,7 +39,7 @@ def test_b30_group_offload_stays_eager_with_one_reason(kind: str) -> None:
             **options,
         )
     )
-    assert pair.reasons_of(2) == {"offload": 10}
+    assert pair.reasons_of(2) == {"offload": 8}
 
 
 def test_freeu_is_part_of_the_key() -> None:

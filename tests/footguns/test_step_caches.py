@@ -211,7 +211,7 @@ _EAGER: dict[str, tuple[str, Callable[[object], object]]] = {
     "MagCache that calibrates": (
         "flux",
         lambda pipe: pipe.transformer.enable_cache(
-            diffusers.MagCacheConfig(calibrate=True, num_inference_steps=5)
+            diffusers.MagCacheConfig(calibrate=True, num_inference_steps=4)
         ),
     ),
     "PAB": (

@@ -46,7 +46,7 @@ class Pair:
         for pipe in (self.plain, self.fast):
             change(pipe)
 
-    def call(self, pipe: object, size: int = 32, steps: int = 5, **options: object) -> Tensor:
+    def call(self, pipe: object, size: int = 32, steps: int = 4, **options: object) -> Tensor:
         """The latents of one call of one of the two."""
         known = {k: options.pop(k) for k in ("seed", "prompt", "negative_prompt") if k in options}
         arguments = tiny.call_kwargs(self.name, size=size, steps=steps, **known)
