@@ -27,6 +27,8 @@ __all__ = ["Entry", "GraphCache", "State", "StructurePlan"]
 _MAX_ENTRIES = 2048
 _HALF_LIFE = 32.0  # requests after which a signature's past use counts half
 _CLEARLY_HOTTER = 2.0
+_MAX_CAUTION = 6
+_USES_BEFORE_RETRY = 64
 
 
 class State(Enum):
@@ -41,14 +43,23 @@ class State(Enum):
 
 @dataclass(slots=True)
 class StructurePlan:
-    """What is known of one code path of a module: every size of it shares this."""
+    """What is known of one code path of a module: every size of it shares this.
+
+    `passes`: observed passes in a row that found host reads. `stuck`: signatures in a row for which
+    no break helped; the next ones are observed only when they have come often.
+    """
 
     policy: BreakPolicy
     reads: tuple[HostRead, ...] = ()  # those that made breaks necessary
     passes: int = 0
     is_simple: bool = False
     has_captured: bool = False
-    blocked: tuple[Reason, str] | None = None
+    stuck: int = 0
+
+    @property
+    def uses_before_observation(self) -> int:
+        """How often a signature must have come to be observed."""
+        return 2 ** min(self.stuck, _MAX_CAUTION) if self.stuck else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +98,15 @@ class Entry:
         self.state = State.BLOCKED
         self.blocked = (reason, detail)
         self.retry_after = retry_after
+
+    def block_until_retry(self, reason: Reason, detail: str) -> None:
+        """No capture for 64 uses, and for four times as many after each further refusal."""
+        self.block(reason, detail, self.uses + _USES_BEFORE_RETRY * 4**self.attempts)
+        self.attempts += 1
+
+    def unblock(self) -> None:
+        """What forbade a graph may be gone: the signature is as if seen once."""
+        self.state, self.blocked, self.retry_after = State.SEEN, None, 0
 
     def hand_out(self) -> object:
         """The recording's output, cloned in the caller's mode."""
@@ -184,9 +204,15 @@ class GraphCache:
             return True
         return False
 
-    def add(self, signature: Signature, policy: BreakPolicy, request: int | None) -> Entry:
-        """A cold entry for a new signature."""
-        structure = signature.argument_structure()
+    def add(
+        self,
+        signature: Signature,
+        policy: BreakPolicy,
+        request: int | None,
+        path: Hashable = None,
+    ) -> Entry:
+        """A cold entry for a new signature. `path`: what picks the code path besides arguments."""
+        structure = signature.argument_structure(), path
         plan = self.plans.setdefault(structure, StructurePlan(policy))
         entry = Entry(signature, plan, masked=hash(signature.without_numbers()))
         self.entries[signature] = entry
@@ -197,6 +223,16 @@ class GraphCache:
             )
             del self.entries[oldest.signature]
         return entry
+
+    def unblock_all(self) -> None:
+        """The weights are others: what they forbade is tried again, as far as signatures return."""
+        for plan in self.plans.values():
+            plan.stuck = 0
+        for entry in self.entries.values():
+            # an address that changes in every call does not stop because it has changed
+            if entry.blocked is not None and entry.blocked[0] is not Reason.OFFLOAD:
+                entry.unblock()
+                entry.attempts = entry.drops = 0
 
     def rekey(self, entry: Entry, signature: Signature) -> None:
         """The entry is found under `signature` from now on, unless that one is known already."""

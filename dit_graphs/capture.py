@@ -246,15 +246,17 @@ class Capturer:
 
     def _plan_breaks(self, entry: Entry, observation: Observation) -> None:
         plan = entry.plan
-        plan.passes += 1
         reads = observation.host_reads
         if not reads or self.backend == "debug":
+            plan.passes = plan.stuck = 0
             return
+        plan.passes += 1
         stuck = next((read for read in reads if self._is_stuck(read, plan.policy)), None)
         if stuck is None and plan.passes >= _MAX_PASSES:
             stuck = reads[0]
         if stuck is not None:
-            plan.blocked = (stuck.reason, str(stuck))
+            plan.passes, plan.stuck = 0, plan.stuck + 1
+            entry.block_until_retry(stuck.reason, str(stuck))
             return
         plan.reads += reads
         modules = dict.fromkeys((*plan.policy.modules, *(read.module for read in reads)))

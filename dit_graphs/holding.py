@@ -22,6 +22,7 @@ from .signature import Signature
 
 __all__ = ["GraphHolding"]
 
+_SEEN_IN_A_PASS = (Reason.HOST_READ, Reason.HOST_COPY, Reason.CONSTANT_CHANGED)
 _SHORT_OF_MEMORY = (Reason.LOW_MEMORY, Reason.OUT_OF_MEMORY, Reason.MEMORY_BUDGET)
 
 
@@ -62,8 +63,12 @@ class GraphHolding:
 
     def _extra(self) -> Hashable:
         """What belongs to the key besides the arguments and the ambient state."""
+        return self._watch.state_id, self._own_key()
+
+    def _own_key(self) -> Hashable:
+        """What the users of this runner add to the key."""
         keys = dict.fromkeys([self.options.key, *(guest.key for guest in self.guests.values())])
-        return self._watch.state_id, tuple(key() for key in keys if key is not None)
+        return tuple(key() for key in keys if key is not None)
 
     def _guarded(self) -> tuple[Reason, str] | None:
         """Why one of the users allows no graph now, or None."""
@@ -82,6 +87,8 @@ class GraphHolding:
         elif refusal.reason in _SHORT_OF_MEMORY:
             entry.attempts += 1
             entry.block(refusal.reason, refusal.detail, entry.uses + 32 * entry.attempts)
+        elif refusal.reason in _SEEN_IN_A_PASS:
+            entry.block_until_retry(refusal.reason, refusal.detail)
         else:
             entry.block(refusal.reason, refusal.detail)
         # counted where the eager call happens; told here because that may be the next call
@@ -190,8 +197,8 @@ class GraphHolding:
         for entry in list(self.cache.entries.values()):
             if entry.is_held:
                 continue
-            reason = entry.plan.blocked or entry.blocked
-            why = f"{reason[0]}: {reason[1]}" if reason is not None else entry.state.value
+            blocked = entry.blocked
+            why = f"{blocked[0]}: {blocked[1]}" if blocked is not None else entry.state.value
             yield f"  no graph for {self.describe(entry.signature)}: {why}".rstrip()
             nearest = self.cache.nearest(entry.signature)
             if nearest is not None:

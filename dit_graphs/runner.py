@@ -130,7 +130,7 @@ class GraphRunner(GraphHolding):
             check_tensors(tensors, self.device)
             if self.cache.varies(signature):
                 raise CaptureAborted(Reason.VARYING_SCALAR, signature.describe())
-            entry = self.cache.add(signature, self.options.policy, number)
+            entry = self.cache.add(signature, self.options.policy, number, self._own_key())
         if request is not None:
             request.count(signature)
         return call, entry
@@ -140,12 +140,11 @@ class GraphRunner(GraphHolding):
             return self._replay(entry, call)
         if entry.state is State.CAPTURED:
             return self._compare(entry, call)
-        blocked = entry.plan.blocked or entry.blocked
-        if entry.state is State.BLOCKED or entry.plan.blocked:
-            if not entry.retry_after or entry.uses < entry.retry_after or entry.plan.blocked:
-                assert blocked is not None
-                return self._fall_back(*blocked, call.args, call.kwargs)
-            entry.state, entry.blocked = State.SEEN, None
+        if entry.state is State.BLOCKED:
+            assert entry.blocked is not None
+            if not entry.retry_after or entry.uses < entry.retry_after:
+                return self._fall_back(*entry.blocked, call.args, call.kwargs)
+            entry.unblock()
         return self._learn(entry, call)
 
     # Learning: plain, then observed and captured.
@@ -158,6 +157,9 @@ class GraphRunner(GraphHolding):
             if self._capturer.may_capture_now(entry, call.request):
                 self._capture(entry, call)
             return result
+        is_early = entry.uses < entry.plan.uses_before_observation
+        if is_early and not self._capturer.is_warming_up:
+            return self._plain(entry, call, Reason.NOT_ADMITTED)
         if not self._capturer.admits(entry, call.request):
             return self._plain(entry, call, Reason.NOT_ADMITTED)
         return self._observe_and_capture(entry, call)
@@ -174,7 +176,7 @@ class GraphRunner(GraphHolding):
             entry.state = State.SEEN
             moved = self._adopt(entry)
             if moved is not None:
-                entry.plan.blocked = moved
+                entry.block_until_retry(*moved)
         return result
 
     def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
@@ -203,7 +205,7 @@ class GraphRunner(GraphHolding):
         self.stats.count_eager(Reason.WARMING_UP)
         moved = self._adopt(entry)
         if moved is not None:
-            entry.plan.blocked = moved
+            entry.block_until_retry(*moved)
             return result
         if self._capturer.is_observed(entry):
             self._capture(entry, call)
@@ -379,8 +381,10 @@ class GraphRunner(GraphHolding):
             self._settle_on(here)
             if self.backend == "none":
                 raise CaptureAborted(Reason.NO_CUDA, str(here))
-        if change == "weights" and self.cache.held():
-            self._invalidate()
+        if change == "weights":
+            self.cache.unblock_all()
+            if self.cache.held():
+                self._invalidate()
         elif change == "caches":
             for entry in self.cache.held():
                 entry.state = State.CAPTURED  # compared once more before it serves again

@@ -177,13 +177,12 @@ class PassRunner:
         return refusal.detail
 
     def _observe(self, held: _Held) -> None:
-        plan = held.entry.plan
         for _ in range(_MAX_OBSERVATIONS):
             held.capturer.observe(held.entry, (), {}, [])
             if held.capturer.is_observed(held.entry):
                 return
-            if plan.blocked is not None:
-                raise CaptureAborted(*plan.blocked)
+            if held.entry.blocked is not None:
+                raise CaptureAborted(*held.entry.blocked)
         raise CaptureAborted(Reason.HOST_READ, "the step keeps reading device values on the host")
 
     def _captured(self, held: _Held) -> None:

@@ -5,11 +5,16 @@ A read in the root forward leaves nothing to break out, so the module stays eage
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from twin import Twin, Where
+
+import dit_graphs
 
 _READS = {
     "item": lambda x: x * x.max().item(),
@@ -173,6 +178,85 @@ def test_a_failed_signature_is_not_tried_on_every_call(segmenting: Where) -> Non
         twin(segmenting.randn(4, 8, seed=index))
     observed = [depth for depth in passes if depth]
     assert len(observed) == 1, "observed once, then left alone"
+
+
+class Watched(nn.Module):
+    """Counts its passes under a mode, which are the observed ones; `wants` says when it reads."""
+
+    observed: ClassVar[list[int]] = []  # not the module's: its own attributes are state
+
+    def __init__(self, wants: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.wants = wants
+        Watched.observed.clear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+        if _len_torch_dispatch_stack():
+            Watched.observed.append(x.shape[0])
+        x = self.linear(x)
+        return x * x.max().item() if self.wants(x) else x.sin()
+
+
+def test_a_read_at_one_size_blocks_no_other_size(segmenting: Where) -> None:
+    twin = Twin(Watched(lambda x: x.shape[0] == 5), segmenting)
+    for size in (5, 3, 7, 5, 4):
+        for index in range(6):
+            twin(segmenting.randn(size, 8, seed=index))
+    assert twin.replays == 3 * 3, "three sizes: plain, observed, compared, and three replays"
+    assert twin.fallbacks["host_read"] == 10
+    text = dit_graphs.explain(twin.module)
+    assert "no graph for x 5×8 float32: host_read: " in text
+
+
+def test_a_path_that_always_reads_is_not_observed_for_every_size(segmenting: Where) -> None:
+    twin = Twin(Watched(lambda x: True), segmenting)
+    for size in range(1, 41):
+        for index in range(3):
+            twin(segmenting.randn(size, 8, seed=index))
+    assert Watched.observed == [1, 2], "the third one would have to come four times"
+    for index in range(80):
+        twin(segmenting.randn(30, 8, seed=index))
+    assert Watched.observed == [1, 2, 30, 30], "after four uses; and once more 64 uses later"
+
+
+def test_what_key_adds_makes_another_path(segmenting: Where) -> None:
+    """One mode reads on the host inside a submodule; the other one needs no break there."""
+    mode = ["reads"]
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.max().item() if mode[0] == "reads" else x.sin()
+
+    twin = Twin(Outer(Inner()), segmenting, key=lambda: mode[0])
+    twin.until_replayed(lambda i: (segmenting.randn(4, 8, seed=i),))
+    mode[0] = "is quiet"
+    twin.until_replayed(lambda i: (segmenting.randn(4, 8, seed=i),))
+    graphs = twin.runner.report()["graphs"]
+    assert [graph["breaks"] for graph in graphs] == [1, 0]
+
+
+def test_a_path_that_reads_no_longer_gets_its_graph(segmenting: Where) -> None:
+    reads = [True]
+    twin = Twin(Watched(lambda x: reads[0]), segmenting)
+    for index in range(4):
+        twin(segmenting.randn(4, 8, seed=index))
+    reads[0] = False
+    took = twin.until_replayed(lambda i: (segmenting.randn(4, 8, seed=i),), limit=80)
+    assert 60 < took < 70, "a retry, but no storm of them"
+
+
+def test_other_weights_are_looked_at_afresh(segmenting: Where) -> None:
+    reads = [True]
+    twin = Twin(Watched(lambda x: reads[0]), segmenting)
+    for index in range(4):
+        twin(segmenting.randn(4, 8, seed=index))
+    reads[0] = False
+    for module in (twin.module, twin.plain):
+        module.linear.weight = nn.Parameter(torch.ones(8, 8, device=segmenting.device))
+    assert twin.until_replayed(lambda i: (segmenting.randn(4, 8, seed=i),)) == 3
 
 
 def test_debug_runs_host_reads_as_they_are() -> None:
