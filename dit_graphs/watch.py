@@ -33,6 +33,7 @@ __all__ = [
     "iter_tensors",
     "load_modes",
     "storage_key",
+    "storage_parts",
     "traits_of",
     "unwatched",
 ]
@@ -100,6 +101,7 @@ _ALLOCATIONS = frozenset(
         "new_empty_strided",
     )
 )
+_ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
 _traits: dict[object, OpTraits] = {}
 
 
@@ -142,6 +144,16 @@ def iter_tensors(values: Iterable[object]) -> Iterable[Tensor]:
 def storage_key(tensor: Tensor) -> int:
     """The address of a tensor's storage; 0 for an empty one."""
     return tensor.untyped_storage().data_ptr()
+
+
+def storage_parts(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors that own its memory: itself, or what a subclass (a quantised weight) wraps."""
+    flatten = None if type(tensor) in _ORDINARY else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from storage_parts(getattr(tensor, name))
 
 
 @contextmanager

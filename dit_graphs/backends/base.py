@@ -18,7 +18,7 @@ from ..errors import CaptureAborted, Reason
 from ..memory import DeviceState
 from ..observer import CaptureLog
 from ..tree import map_tensors, tensor_leaves
-from ..watch import storage_key
+from ..watch import storage_key, storage_parts
 
 __all__ = ["Backend", "BreakLog", "CapturePlan", "Recording"]
 
@@ -96,11 +96,12 @@ class BreakLog:
 
     def note_used(self, tensor: Tensor) -> None:
         """An op read this tensor; if it is external, the recording keeps its storage alive."""
-        key = storage_key(tensor)
-        if key in self._produced or key in self._inputs or key in self.externals:
-            return
-        if key:
-            self.externals[key] = tensor.detach()
+        for part in storage_parts(tensor):
+            key = storage_key(part)
+            if key in self._produced or key in self._inputs or key in self.externals:
+                continue
+            if key:
+                self.externals[key] = part.detach()
 
     def note_launch(self) -> None:
         """One more kernel launch lies in a segment."""
