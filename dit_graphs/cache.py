@@ -145,6 +145,12 @@ class Entry:
         return self.recording is not None
 
     @property
+    def nbytes(self) -> int:
+        """What its graph added to the pool, and its input buffers."""
+        recording = self.recording.nbytes if self.recording is not None else 0
+        return recording + (self.inputs.nbytes if self.inputs is not None else 0)
+
+    @property
     def saved_ms(self) -> float:
         """Milliseconds one replay saves over eager; 1 where not measured yet."""
         if self.eager_ms is None or self.replay_ms is None:
@@ -246,14 +252,17 @@ class GraphCache:
         return [entry for entry in self.entries.values() if entry.is_held]
 
     def make_room(self, entry: Entry) -> bool:
-        """Room for one more graph: evicts the least worthy, or says no if `entry` is not worth it.
+        """Room for one more graph: the least worthy goes, or no if `entry` is not worth it."""
+        return len(self.held()) < self.limit or self.evict_for(entry)
 
-        A newcomer must be clearly hotter than the graph it pushes out, or have lost more by
-        running eagerly than that graph saves.
+    def evict_for(self, entry: Entry) -> bool:
+        """Closes the least worthy other graph, if there is one that `entry` may push out.
+
+        A newcomer must be clearly hotter than the graph it pushes out.
         """
-        held = self.held()
-        if len(held) < self.limit:
-            return True
+        held = [other for other in self.held() if other is not entry]
+        if not held:
+            return False
         victim = min(held, key=lambda e: e.saved_ms * self._warmth(e))
         waited = entry.requests - entry.requests_at_eviction
         if entry.evictions and waited < 2**entry.evictions:

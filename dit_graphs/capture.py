@@ -20,7 +20,7 @@ from .buffers import clone_layout
 from .cache import Entry, State
 from .config import GraphConfig
 from .constants import ConstantTable
-from .counters import RunnerStats, log
+from .counters import RunnerStats
 from .effects import PythonState
 from .errors import CaptureAborted, Reason
 from .memory import DeviceState, Stopwatch
@@ -336,21 +336,6 @@ class Capturer:
             raise CaptureAborted(
                 Reason.CAPTURE_FAILED, "writes to module state around an eager break"
             )
-        self._keep_budget(entry)
-
-    def _keep_budget(self, entry: Entry) -> None:
-        budget = self.config.budget_for(self.component)
-        limit = self.state.default_budget() if budget == "auto" else budget
-        held = self.state.pool_bytes()
-        if held <= limit:
-            return
-        dropped = self.state.retire()
-        entry.block(Reason.MEMORY_BUDGET, f"{held >> 20} MiB over {limit >> 20}", entry.uses + 16)
-        log.warning(
-            "%s: graph memory %d MiB is over the budget of %d MiB: %d graphs dropped; raise "
-            "memory_budget", self.stats.component, held >> 20, limit >> 20, dropped,
-        )  # fmt: skip
-        raise CaptureAborted(Reason.MEMORY_BUDGET, f"{held >> 20} MiB over {limit >> 20} MiB")
 
     def compare_perturbed(
         self, entry: Entry, args: tuple[object, ...], kwargs: dict[str, object]

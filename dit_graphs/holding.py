@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from .budget import keep_budget
 from .cache import Entry, GraphCache
 from .calls import RunnerOptions
 from .capture import Capturer
@@ -110,6 +111,29 @@ class GraphHolding:
             return False
         return True
 
+    def _keep_budget(self, entry: Entry) -> None:
+        """The entry's new graph may stay. Raises `CaptureAborted` where it may not."""
+
+        def evict_one() -> bool:
+            return self.cache.evict_for(entry)
+
+        component = self.options.component
+        keep_budget(self.state, self.config, component, self.component_bytes, evict_one)
+
+    def component_bytes(self) -> int:
+        """What the graphs of this component hold, those of its other methods and modules too."""
+        return sum(
+            holder.graph_bytes()
+            for holder in list(self.state.holders)
+            if isinstance(holder, GraphHolding)
+            and holder.config is self.config
+            and holder.options.component == self.options.component
+        )
+
+    def graph_bytes(self) -> int:
+        """What this runner's graphs added to the pool, and their input buffers."""
+        return sum(entry.nbytes for entry in self.cache.held())
+
     def _room_detail(self) -> str:
         held = [e.recording.nbytes for e in self.cache.held() if e.recording is not None]
         per_graph = max(held, default=0)
@@ -171,7 +195,7 @@ class GraphHolding:
             "break_sites": list(dict.fromkeys(str(recorded.site) for recorded in sites)),
             "break_reasons": list(dict.fromkeys(map(str, entry.plan.reads))),
             "captured_fraction": recording.captured_fraction,
-            "nbytes": recording.nbytes + inputs.nbytes,
+            "nbytes": entry.nbytes,
             "capture_ms": entry.capture_ms,
             "replays": entry.replays,
             "eager_ms": entry.eager_ms,

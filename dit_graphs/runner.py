@@ -220,6 +220,7 @@ class GraphRunner(GraphHolding):
         was_observed = entry.observation is not None
         try:
             self._capturer.capture(entry, call.positional, call.named, call.tensors)
+            self._keep_budget(entry)
         except CaptureAborted as refusal:
             if not was_observed and refusal.reason in _OBSERVABLE:
                 entry.plan.is_simple = False  # this size is not like the others: observe it

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..budget import keep_budget
 from ..buffers import bits_equal
 from ..cache import Entry, State, StructurePlan
 from ..capture import Capturer, Forward
@@ -162,6 +163,7 @@ class PassRunner:
             with held.used.resting():
                 self._observe(held)
                 held.capturer.capture(entry, (), {}, [])
+            keep_budget(self.state, self.config, self.component, self._graph_bytes, lambda: False)
         except CaptureAborted as refusal:
             entry.release()
             entry.block(refusal.reason, self._advice(refusal))
@@ -170,6 +172,9 @@ class PassRunner:
             log.warning("%s: no graph (%s): %s", self.component, refusal.reason, refusal.detail)
             return
         self._captured(held)
+
+    def _graph_bytes(self) -> int:
+        return sum(held.entry.nbytes for held in self.held.values() if held.entry.is_held)
 
     def _advice(self, refusal: CaptureAborted) -> str:
         if refusal.reason in (Reason.OUT_OF_MEMORY, Reason.LOW_MEMORY):

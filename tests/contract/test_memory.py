@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 
 import pytest
+import tiny
 import torch
 from torch import Tensor, nn
 from twin import Twin, Where
 
+import dit_graphs
+from dit_graphs import GraphConfig
 from dit_graphs.backends.recorded import RecordedRecording
 from dit_graphs.memory import DeviceState, HostState, device_state
+from dit_graphs.wrapping import runner_of
 
 RECORDED = Where("recorded", torch.device("cpu"))
 
@@ -142,11 +146,62 @@ def test_over_budget_all_graphs_of_the_device_retire(monkeypatch: pytest.MonkeyP
     assert first.graphs == 1
 
 
-def test_a_budget_per_component_is_that_components(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(config: GraphConfig) -> Twin:
+    """A module accelerated on its own counts as a denoiser."""
+    twin = Twin(Greedy(), RECORDED)
+    dit_graphs.unwrap(twin.module)
+    dit_graphs.accelerate(twin.module, config)
+    return twin
+
+
+def test_a_budget_per_component_counts_what_that_component_holds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pool is everybody's: the other parts' graphs are not this one's to answer for."""
     monkeypatch.setattr(HostState, "pool_bytes", lambda self: 64 << 20)
-    twin = Twin(Greedy(), RECORDED, memory_budget={"vae": 1})
-    _serve(twin)
-    assert twin.graphs == 1, "a module of its own has no budget here"
+    generous = _alone(GraphConfig(backend="recorded", memory_budget={"denoiser": 1 << 20}))
+    _serve(generous)
+    assert generous.graphs == 1 and generous.runner.graph_bytes() < 1 << 20
+    other = _alone(GraphConfig(backend="recorded", memory_budget={"vae": 1}))
+    _serve(other)
+    assert other.graphs == 1, "a budget of another component is none"
+    with caplog.at_level(logging.WARNING, logger="dit_graphs"):
+        tight = _alone(GraphConfig(backend="recorded", memory_budget={"denoiser": 1}))
+        _serve(tight, calls=40)
+    assert tight.graphs == 0
+    assert tight.fallbacks["memory_budget"] >= 30
+    assert generous.graphs == other.graphs == 1, "nobody else's graphs went"
+    told = [r.getMessage() for r in caplog.records if "memory_budget" in r.getMessage()]
+    assert len(told) == 1 and "MiB is over" in told[0]
+
+
+def test_over_its_own_budget_the_colder_graph_goes() -> None:
+    probe = _alone(GraphConfig(backend="recorded"))
+    _serve(probe, 4)
+    size = probe.runner.graph_bytes()
+    twin = _alone(GraphConfig(backend="recorded", memory_budget={"denoiser": int(1.5 * size)}))
+    _serve(twin, 3)
+    assert twin.graphs == 1
+    _serve(twin, 4, calls=8)
+    assert twin.runner.cache.held()[0].signature.tensors[0].shape[0] == 3, "no reason to change"
+    _serve(twin, 4, calls=60)
+    (held,) = twin.runner.cache.held()
+    assert held.signature.tensors[0].shape[0] == 4
+    assert twin.runner.stats.evictions == 1
+
+
+def test_the_methods_of_one_component_share_its_budget() -> None:
+    pipe = tiny.build("sdxl")
+    dit_graphs.accelerate(pipe, backend="recorded", memory_budget={"vae": 1, "denoiser": 1 << 30})
+    for seed in range(4):
+        arguments = tiny.call_kwargs("sdxl", size=32, steps=4, seed=seed)
+        pipe(**{**arguments, "output_type": "pt"})
+    parts = dit_graphs.stats(pipe)["components"]
+    assert parts["denoiser"]["replays"] > 0
+    assert parts["vae"]["graphs"] == [] and parts["vae"]["fallbacks"]["memory_budget"] > 0
+    decode, encode = runner_of(pipe.vae, "decode"), runner_of(pipe.vae, "encode")
+    assert decode.component_bytes() == encode.component_bytes()
+    assert runner_of(pipe.unet).component_bytes() == runner_of(pipe.unet).graph_bytes() > 0
 
 
 def test_one_state_per_device_is_shared_by_all_runners(where: Where) -> None:

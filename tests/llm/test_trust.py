@@ -117,9 +117,9 @@ def test_a_step_that_reads_the_host_is_written_eagerly_and_named(recorded):
 
 
 def test_keys_and_values_count_in_the_memory_budget(recorded, qwen3):
-    # 2 rows × 32 tokens × 384 bytes = 24 KiB
+    # 2 rows × 32 tokens × 384 bytes = 24 KiB; the recorder's graph holds another 26 KiB
     tight, wide = (
-        recorded(qwen3, memory_budget={"decode": kib << 10}) for kib in (23, 24)
+        recorded(qwen3, memory_budget={"decode": kib << 10}) for kib in (23, 32)
     )  # fmt: skip
     for generator in (tight, wide):
         assert torch.equal(*both(generator, qwen3))
