@@ -106,6 +106,9 @@ class _Sweep:
         if isinstance(value, nn.Module) or is_ours(value):
             return
         found: list[Tensor] = []
+        if isinstance(value, Mapping) and not isinstance(value, dict):
+            self.opaque(name, value, depth)  # it may read its values from a disk, or raise
+            return
         try:
             key = freeze(value, found, limit=_LEAF_LIMIT)
         except UnknownLeaf:
@@ -120,7 +123,7 @@ class _Sweep:
             for index, item in enumerate(value):
                 self.attribute(f"{name}[{index}]", item, depth + 1)
             return
-        if isinstance(value, Mapping) and len(value) <= _LEAF_LIMIT and depth < 2:
+        if isinstance(value, dict) and len(value) <= _LEAF_LIMIT and depth < 2:
             for key, item in list(value.items()):
                 self.attribute(f"{name}[{key!r}]", item, depth + 1)
             return

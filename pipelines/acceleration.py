@@ -184,8 +184,9 @@ class Acceleration:
         for label, known in list(self.parts.items()):
             if label in gone or not known.is_in_place:
                 self._release(label)
-        for label, (module, _) in list(self._refused.items()):
-            if not any(module is part for part in modules):
+        for label, (module, why) in list(self._refused.items()):
+            is_back = why.startswith(Reason.OFFLOAD) and not _is_hooked_for_offload(module)
+            if is_back or not any(module is part for part in modules):
                 del self._refused[label]
         new = [part for part in present if not self._knows(part)]
         if gone or new:

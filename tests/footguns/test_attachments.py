@@ -6,11 +6,16 @@ eager call with its reason or by a graph of its own, and taking it off brings th
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import diffusers
 import pytest
 import torch
+from accelerate import cpu_offload, cpu_offload_with_hook
+from accelerate.hooks import remove_hook_from_module
 from pair import Pair
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def test_b59_layerwise_casting_moves_the_weights_and_stays_eager() -> None:
@@ -40,6 +45,78 @@ def test_b30_group_offload_stays_eager_with_one_reason(kind: str) -> None:
         )
     )
     assert pair.reasons_of(2) == {"offload": 8}
+
+
+_OFFLOAD: dict[str, Callable[[nn.Module], object]] = {
+    "model": lambda module: cpu_offload_with_hook(module, "cpu"),
+    "sequential": lambda module: cpu_offload(module, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("when", ["before accelerate", "under graphs"])
+@pytest.mark.parametrize("kind", _OFFLOAD)
+def test_b27_weights_that_come_and_go_by_hooks(
+    kind: str, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """accelerate's hooks, here from the CPU to the CPU: good pictures, told once and not per step.
+
+    Off again, the graphs are back.
+    """
+
+    def offload(pipe: object) -> None:
+        _OFFLOAD[kind](pipe.transformer)
+
+    with caplog.at_level(logging.WARNING, logger="dit_graphs"):
+        pair = Pair("flux", prepare=offload if when == "before accelerate" else None)
+        if when == "under graphs":
+            pair.latents()
+            pair.both(offload)
+        for seed in range(3):
+            pair.latents(seed=seed)
+    told = [r.getMessage() for r in caplog.records if "offload" in r.getMessage()]
+    assert len(told) == 1
+    pair.both(lambda pipe: remove_hook_from_module(pipe.transformer, recurse=True))
+    for seed in range(2):
+        pair.latents(seed=seed)
+    assert pair.replays >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", ["before accelerate", "under graphs"])
+@pytest.mark.parametrize("kind", ["model", "sequential", "group", "group on a stream"])
+def test_b27_b30_offload_of_a_whole_pipeline(kind: str, when: str) -> None:
+    """diffusers' own switches on a real device, at two sizes."""
+
+    def offload(pipe: object) -> None:
+        if kind == "model":
+            pipe.enable_model_cpu_offload()
+        elif kind == "sequential":
+            pipe.enable_sequential_cpu_offload()
+        else:
+            pipe.transformer.enable_group_offload(
+                onload_device=torch.device("cuda"),
+                offload_device=torch.device("cpu"),
+                offload_type="leaf_level",
+                use_stream=kind.endswith("stream"),
+            )
+
+    device = "cpu" if when == "before accelerate" and not kind.startswith("group") else "cuda"
+    pair = Pair(
+        "flux",
+        device=device,
+        backend="breakable",
+        prepare=offload if when == "before accelerate" else None,
+    )
+    if when == "under graphs":
+        pair.latents()
+        assert pair.replays > 0
+        pair.both(offload)
+    replays = pair.replays if "denoiser" in pair.components() else 0
+    for seed in range(3):
+        for size in (32, 48):
+            pair.latents(seed=seed, size=size)
+    components = pair.components()
+    assert sum(part["replays"] for part in components.values()) == replays
 
 
 def test_freeu_is_part_of_the_key() -> None:

@@ -48,6 +48,8 @@ class Pair:
 
     def call(self, pipe: object, size: int = 32, steps: int = 4, **options: object) -> Tensor:
         """The latents of one call of one of the two."""
+        # Z-Image writes its template into the list of prompts it is given
+        options = {k: list(v) if isinstance(v, list) else v for k, v in options.items()}
         known = {k: options.pop(k) for k in ("seed", "prompt", "negative_prompt") if k in options}
         arguments = tiny.call_kwargs(self.name, size=size, steps=steps, **known)
         return tiny.latents(pipe, {**arguments, **options})
@@ -59,9 +61,13 @@ class Pair:
         assert torch.equal(mine, theirs)
         return mine
 
+    def components(self) -> dict[str, dict[str, object]]:
+        """What `stats` says of every part."""
+        return dit_graphs.stats(self.fast)["components"]
+
     def component(self, label: str = "denoiser") -> dict[str, object]:
         """What `stats` says of one component."""
-        return dit_graphs.stats(self.fast)["components"][label]
+        return self.components()[label]
 
     @property
     def replays(self) -> int:
