@@ -79,7 +79,7 @@ class CarryingRunner(GraphRunner):
         number = call.request.number if call.request is not None else None
         turned = self.cache.find(signature, number)
         if turned is None:
-            turned = self.cache.add(signature, self.options.policy, number)
+            turned = self.cache.add(signature, self.options.policy, number, self._own_key())
         return self._serve(turned, call)
 
     def _prove_by_perturbing(self, entry: Entry, call: Call) -> None:

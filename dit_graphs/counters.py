@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .errors import Reason
@@ -45,26 +46,37 @@ class RunnerStats:
     fallbacks: Counter[Reason] = field(default_factory=Counter)
     details: dict[Reason, str] = field(default_factory=dict)
     timeline: list[str] = field(default_factory=list)
+    has_estimate: bool = False  # what graphs are worth was said
 
     def count_replay(self) -> None:
         """One call was served by a graph."""
         self.replays += 1
         self._note("graph")
 
-    def count_eager(self, reason: Reason, detail: str = "") -> None:
+    def count_eager(self, reason: Reason, detail: str = "", differs: Sequence[str] = ()) -> None:
         """One call ran eagerly for `reason`; the first of its kind is logged."""
         self.eager_calls += 1
         self.fallbacks[reason] += 1
         self._note(reason.value)
-        self.tell(reason, detail)
+        self.tell(reason, detail, differs)
 
-    def tell(self, reason: Reason, detail: str) -> None:
-        """Logs a reason the first time it is met, whether or not a call was lost to it yet."""
+    def is_news(self, reason: Reason) -> bool:
+        """Whether `tell` would warn about it."""
+        return reason not in self.details and reason not in QUIET
+
+    def tell(self, reason: Reason, detail: str, differs: Sequence[str] = ()) -> None:
+        """Logs a reason the first time it is met, whether or not a call was lost to it yet.
+
+        `differs`: line by line, what tells the call from the nearest one that has a graph.
+        """
         if reason in self.details:
             return
         self.details[reason] = detail
         level = logging.DEBUG if reason in QUIET else logging.WARNING
-        log.log(level, "%s: eager (%s): %s. %s", self.component, reason, reason.sentence, detail)
+        text = f"{reason.sentence}. {detail}".rstrip()
+        if differs:
+            text = f"{text}. From the nearest graph: {'; '.join(differs)}"
+        log.log(level, "%s: eager (%s): %s", self.component, reason, text)
 
     def _note(self, what: str) -> None:
         self.timeline.append(what)

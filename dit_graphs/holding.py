@@ -20,10 +20,12 @@ from .intercept import Intercept
 from .memory import DeviceState
 from .module_watch import ModuleWatch
 from .signature import Signature
+from .worth import MOSTLY_EAGER, Worth, expected_speedup
 
 __all__ = ["GraphHolding"]
 
 _SEEN_IN_A_PASS = (Reason.HOST_READ, Reason.HOST_COPY, Reason.CONSTANT_CHANGED)
+_SHOWN_LINES = 6
 _SHORT_OF_MEMORY = (Reason.LOW_MEMORY, Reason.OUT_OF_MEMORY, Reason.MEMORY_BUDGET)
 
 
@@ -93,17 +95,46 @@ class GraphHolding:
         else:
             entry.block(refusal.reason, refusal.detail)
         # counted where the eager call happens; told here because that may be the next call
-        self.stats.tell(refusal.reason, refusal.detail)
+        differs = self._difference(refusal.reason, entry.signature)
+        self.stats.tell(refusal.reason, refusal.detail, differs)
+
+    def _difference(self, reason: Reason, signature: Signature) -> list[str]:
+        """What tells the call from the nearest graph's, where that is about to be told."""
+        return self._from_nearest(signature) if self.stats.is_news(reason) else []
+
+    def _from_nearest(self, signature: Signature) -> list[str]:
+        nearest = self.cache.nearest(signature)
+        return nearest.diff(signature)[:_SHOWN_LINES] if nearest is not None else []
 
     def note_capture(self, entry: Entry) -> None:
         """One line about a new graph."""
-        assert entry.recording is not None
+        recording = entry.recording
+        assert recording is not None
+        share = f", mostly eager: {recording.captured_fraction:.0%} captured"
         log.info(
-            "%s: captured %s: %s, %d segments, %d breaks, %.0f ms, %.1f MiB",
+            "%s: captured %s: %s, %d segments, %d breaks, %.0f ms, %.1f MiB%s",
             self.stats.component, self.describe(entry.signature), entry.backend,
-            entry.recording.segments, entry.recording.breaks, entry.capture_ms,
-            entry.recording.nbytes / 2**20,
+            recording.segments, recording.breaks, entry.capture_ms, recording.nbytes / 2**20,
+            share if recording.captured_fraction < MOSTLY_EAGER else "",
         )  # fmt: skip
+
+    def _worth(self, entry: Entry) -> Worth | None:
+        """What the entry's graph is worth; None where no graph ran on a GPU or nobody measured."""
+        is_graph = self.state.device.type == "cuda" and entry.backend != "debug"
+        if not is_graph or entry.eager_ms is None or entry.replay_ms is None:
+            return None
+        return Worth(entry.eager_ms, entry.replay_ms, entry.nbytes)
+
+    def _keep_if_worth_it(self, entry: Entry) -> None:
+        """A graph that was equal stays, unless it saves nothing; the first one is spoken of."""
+        worth = self._worth(entry)
+        if self._capturer.is_worthless(entry):
+            detail = f"{worth}, not kept"
+            self._reject(entry, Reason.COMPUTE_BOUND, detail)
+            self.stats.tell(Reason.COMPUTE_BOUND, detail)
+        elif worth is not None and not self.stats.has_estimate:
+            self.stats.has_estimate = True
+            log.info("%s: %s", self.stats.component, worth)
 
     def _make_room(self, entry: Entry) -> bool:
         if not entry.is_held and not self.cache.make_room(entry):
@@ -143,6 +174,11 @@ class GraphHolding:
         self.state.settle()
         entry.release()
 
+    def _reject(self, entry: Entry, reason: Reason, detail: str) -> None:
+        """The entry's graph goes for good."""
+        self._settle_release(entry)
+        entry.block(reason, detail)
+
     def _evict(self, entry: Entry) -> None:
         log.info("%s: evicted %s", self.stats.component, self.describe(entry.signature))
         self._settle_release(entry)
@@ -179,12 +215,18 @@ class GraphHolding:
             "backend": self.backend,
             "device": str(self.state.device),
             "pool_bytes": self.state.pool_bytes(),
+            "expected_speedup": expected_speedup(
+                (worth, entry.uses)
+                for entry in self.cache.held()
+                if (worth := self._worth(entry)) is not None
+            ),
             "graphs": [self._record(entry) for entry in self.cache.held()],
         }
 
     def _record(self, entry: Entry) -> dict[str, object]:
         recording, inputs = entry.recording, entry.inputs
         assert recording is not None and inputs is not None
+        worth = self._worth(entry)
         sites = entry.observation.breaks if entry.observation is not None else ()
         return {
             "signature": self.describe(entry.signature),
@@ -195,11 +237,13 @@ class GraphHolding:
             "break_sites": list(dict.fromkeys(str(recorded.site) for recorded in sites)),
             "break_reasons": list(dict.fromkeys(map(str, entry.plan.reads))),
             "captured_fraction": recording.captured_fraction,
+            "mostly_eager": recording.captured_fraction < MOSTLY_EAGER,
             "nbytes": entry.nbytes,
             "capture_ms": entry.capture_ms,
             "replays": entry.replays,
             "eager_ms": entry.eager_ms,
             "replay_ms": entry.replay_ms,
+            "expected_speedup": worth.speedup if worth is not None else None,
             "verified": f"{sum(inputs.proven)}/{len(inputs.proven)} leaves",
         }
 
@@ -224,9 +268,7 @@ class GraphHolding:
             blocked = entry.blocked
             why = f"{blocked[0]}: {blocked[1]}" if blocked is not None else entry.state.value
             yield f"  no graph for {self.describe(entry.signature)}: {why}".rstrip()
-            nearest = self.cache.nearest(entry.signature)
-            if nearest is not None:
-                yield from (f"    {line}" for line in nearest.diff(entry.signature)[:6])
+            yield from (f"    {line}" for line in self._from_nearest(entry.signature))
 
     def describe(self, signature: Signature) -> str:
         """A signature in the component's own words."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -143,14 +144,14 @@ class GraphRunner(GraphHolding):
         if entry.state is State.BLOCKED:
             assert entry.blocked is not None
             if not entry.retry_after or entry.uses < entry.retry_after:
-                return self._fall_back(*entry.blocked, call.args, call.kwargs)
+                return self._miss(entry, call, *entry.blocked)
             entry.unblock()
         return self._learn(entry, call)
 
     # Learning: plain, then observed and captured.
     def _learn(self, entry: Entry, call: Call) -> object:
         if self.config.capture == "warmup_only" and not self._capturer.is_warming_up:
-            return self._fall_back(Reason.WARMUP_ONLY, "", call.args, call.kwargs)
+            return self._miss(entry, call, Reason.WARMUP_ONLY)
         first = entry.state is State.COLD
         if first and self.config.capture != "first_use" and not self._capturer.is_warming_up:
             result = self._plain(entry, call)
@@ -168,7 +169,7 @@ class GraphRunner(GraphHolding):
         if entry.state is State.COLD:
             self._watch.before_pass()
         clock, started = self.state.stopwatch(), time.perf_counter()
-        result = self._fall_back(reason, "", call.args, call.kwargs)
+        result = self._miss(entry, call, reason)
         host_ms = (time.perf_counter() - started) * 1e3
         clock.stop()
         self._capturer.note_eager(entry, clock, host_ms)
@@ -190,7 +191,7 @@ class GraphRunner(GraphHolding):
     def _observe_and_capture(self, entry: Entry, call: Call) -> object:
         entry.state = State.SEEN
         if not self._make_room(entry):
-            return self._fall_back(Reason.MAX_GRAPHS, self._room_detail(), call.args, call.kwargs)
+            return self._miss(entry, call, Reason.MAX_GRAPHS, self._room_detail())
         self._watch.before_pass()
         try:
             result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
@@ -198,7 +199,7 @@ class GraphRunner(GraphHolding):
             if refusal.reason is not Reason.CAPTURE_FAILED:
                 self._refuse(entry, refusal)
             # where eager raises too, it is the caller's error and no fault of this signature
-            result = self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
+            result = self._miss(entry, call, refusal.reason, refusal.detail)
             if refusal.reason is Reason.CAPTURE_FAILED:
                 self._refuse(entry, refusal)
             return result
@@ -253,7 +254,7 @@ class GraphRunner(GraphHolding):
                 undo()
             return self._drop(entry, call, failure.reason, failure.detail)
         except CaptureAborted as refusal:  # a replay inside a break of another replay
-            return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
+            return self._miss(entry, call, refusal.reason, refusal.detail)
         except torch.OutOfMemoryError:
             if undo is not None:
                 undo()
@@ -276,18 +277,17 @@ class GraphRunner(GraphHolding):
         except BreakFailed as failure:
             return self._drop(entry, call, failure.reason, failure.detail)
         except CaptureAborted as refusal:
-            return self._fall_back(refusal.reason, refusal.detail, call.args, call.kwargs)
+            return self._miss(entry, call, refusal.reason, refusal.detail)
         except torch.OutOfMemoryError:
             return self._out_of_memory(entry, call)
         self._adopt(entry)
         reason = Reason.WARMING_UP
         if verdict.reason is not None:
             reason = verdict.reason
-            self._settle_release(entry)
-            entry.block(reason, verdict.detail)
+            self._reject(entry, reason, verdict.detail)
         elif entry.state is State.CAPTURED:
             self._accept(entry, verdict)
-        self.stats.count_eager(reason, verdict.detail)
+        self.stats.count_eager(reason, verdict.detail, self._difference(reason, entry.signature))
         if self.config.strict and reason is not Reason.WARMING_UP:
             raise FallbackError(reason, verdict.detail)
         return verdict.result
@@ -298,10 +298,7 @@ class GraphRunner(GraphHolding):
         entry.replay_ms, entry.eager_ms = verdict.replay_ms, verdict.eager_ms
         if entry.recording is not None and entry.recording.nbytes > _LARGE_BYTES:
             self.state.reclaim()  # eager's activations are not needed beside the graph's
-        if self._capturer.is_worthless(entry):
-            detail = f"{entry.eager_ms:.1f} ms eager, {entry.replay_ms:.1f} ms from a graph"
-            self._settle_release(entry)
-            entry.block(Reason.COMPUTE_BOUND, detail)
+        self._keep_if_worth_it(entry)
 
     def _prove_by_perturbing(self, entry: Entry, call: Call) -> None:
         """first_use: compares at once, on inputs the capture did not see."""
@@ -312,14 +309,12 @@ class GraphRunner(GraphHolding):
             with torch.inference_mode(False), torch.no_grad():
                 verdict = self._capturer.compare_perturbed(entry, call.positional, call.named)
         except (BreakFailed, CaptureAborted) as failure:
-            self._settle_release(entry)
-            entry.block(failure.reason, failure.detail)
+            self._reject(entry, failure.reason, failure.detail)
             return
         if verdict.reason is not None:
-            self._settle_release(entry)
-            entry.block(verdict.reason, verdict.detail)
+            self._reject(entry, verdict.reason, verdict.detail)
         else:
-            entry.state = State.READY
+            self._accept(entry, verdict)
 
     def _drop(self, entry: Entry, call: Call, reason: Reason, detail: str) -> object:
         """A break did something new: this replay never happened, the graph goes."""
@@ -328,7 +323,7 @@ class GraphRunner(GraphHolding):
         self.stats.invalidations += 1
         if entry.drops > 1:
             entry.block(reason, detail)
-        return self._fall_back(reason, detail, call.args, call.kwargs)
+        return self._miss(entry, call, reason, detail)
 
     def _out_of_memory(self, entry: Entry, call: Call) -> object:
         held = self.state.pool_bytes()
@@ -336,17 +331,26 @@ class GraphRunner(GraphHolding):
         detail = f"{held >> 20} MiB of graphs were released"
         entry.attempts += 1
         entry.block(Reason.OUT_OF_MEMORY, detail, entry.uses + 32 * entry.attempts)
-        return self._fall_back(Reason.OUT_OF_MEMORY, detail, call.args, call.kwargs)
+        return self._miss(entry, call, Reason.OUT_OF_MEMORY, detail)
 
     # Eager.
     def call_eager(self, *args: object, **kwargs: object) -> object:
         """The wrapped method itself, as it was before wrapping."""
         return self.eager(*args, **kwargs)
 
+    def _miss(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:
+        differs = self._difference(reason, entry.signature)
+        return self._fall_back(reason, detail, call.args, call.kwargs, differs)
+
     def _fall_back(
-        self, reason: Reason, detail: str, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        reason: Reason,
+        detail: str,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        differs: Sequence[str] = (),
     ) -> object:
-        self.stats.count_eager(reason, detail)
+        self.stats.count_eager(reason, detail, differs)
         self._watch.ran_eager = True
         if self.config.strict and reason not in _ASKED_FOR:
             raise FallbackError(reason, detail)

@@ -122,7 +122,7 @@ class Signature:
         if not lines and self.tensors != other.tensors:
             lines.append("tensor devices, alignments or shared memory differ")
         if self.ambient != other.ambient:
-            lines.append(f"settings: {self.ambient} → {other.ambient}")
+            lines.append(f"settings: {_changed_items(self.ambient, other.ambient)}")
         if self.extra != other.extra:
             lines.append("module state (adapters, scales, processors or flags) differs")
         if not lines and self != other:
@@ -133,6 +133,13 @@ class Signature:
         found: dict[str, str] = {}
         _name_leaves(self.structure, "", iter(self.tensors), found)
         return found
+
+
+def _changed_items(mine: Hashable, theirs: Hashable) -> str:
+    if isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
+        pairs = zip(mine, theirs, strict=True)
+        return ", ".join(f"{one} → {other}" for one, other in pairs if one != other)
+    return f"{mine} → {theirs}"
 
 
 def _mask(node: Hashable) -> Hashable:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from dit_graphs.errors import ConfigError
+from dit_graphs.worth import MOSTLY_EAGER
 from dit_graphs.wrapping import runner_of
 
 from .acceleration import acceleration_of
@@ -63,12 +64,16 @@ def explain(target: object) -> str:
 def _explain_runner(label: str, runner: InstalledRunner) -> Iterator[str]:
     yield f"{label}: {runner.stats.line()} calls from graphs"
     report = runner.report()
+    expected = report.get("expected_speedup")
+    if expected is not None:
+        yield f"  expect {expected:.2f}x over eager, by calls that were measured both ways"
     graphs = report["graphs"]
     assert isinstance(graphs, list)
     for graph in graphs:
+        mostly = "mostly eager: " if graph["captured_fraction"] < MOSTLY_EAGER else ""
         yield (
             f"  graph {graph['signature']}: {graph['backend']}, {graph['segments']} segments, "
-            f"{graph['breaks']} breaks, {graph['captured_fraction']:.0%} captured, "
+            f"{graph['breaks']} breaks, {mostly}{graph['captured_fraction']:.0%} captured, "
             f"{graph['replays']} replays, verified {graph['verified']}"
         )
     for reason, count in runner.stats.fallbacks.most_common():
