@@ -7,15 +7,22 @@ who keeps a tensor alive, is decided by Python.
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dit_graphs.app.demo_model.training.models import TINY, build_transformer
-from dit_graphs.app.demo_model.training.stepping import Step, build_optimizer
+from dit_graphs.app.demo_model.training.stepping import (
+    Log,
+    Step,
+    build_optimizer,
+    first_that_works,
+)
 from dit_graphs.app.demo_model.training.train_flow import Guard
 
 
@@ -93,3 +100,19 @@ def test_a_climbing_loss_goes_back_to_the_best_weights() -> None:
     assert guard.has_rewound(0.66)
     assert (parameter.item(), averaged.item()) == (3.0, 3.0)
     assert all(value.eq(0).all() for value in optimizer.state[parameter].values())
+
+
+def test_a_step_that_trains_on_noise_is_refused(tmp_path: Path) -> None:
+    """Its loss may look like any other: only its gradients' norm gives it away."""
+    norms = {(False, False): 1.0, (True, True): 60.0, (False, True): 0.3, (True, False): 1.2}
+    log = Log(tmp_path / "log.jsonl")
+
+    def chosen(compiled: bool, capture: bool) -> tuple[bool, bool]:
+        return first_that_works(
+            lambda *choice: choice, compiled, capture, log, trial=lambda built: [0.5, norms[built]]
+        )
+
+    assert chosen(True, True) == (True, False)
+    assert chosen(False, True) == (False, False)
+    events = [json.loads(line)["error"] for line in (tmp_path / "log.jsonl").open()]
+    assert len(events) == 3 and "60" in events[0] and "0.3" in events[1]

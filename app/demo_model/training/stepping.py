@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 Built = TypeVar("Built")
+TRIALS = 8  # runs of a step that are compared with as many plain ones
 
 
 class Log:
@@ -66,6 +67,13 @@ def rate_at(
         left = min(1.0, (progress - decay_from) / (1 - decay_from))
         rate *= 0.01 + 0.99 * (1 + math.cos(math.pi * left)) / 2
     return rate
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer start afresh, in the tensors that a captured step knows."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
 
 
 class Average:
@@ -119,24 +127,53 @@ class Step:
 
 
 def first_that_works(
-    build: Callable[[bool, bool], Built], compiled: bool, capture: bool, log: Log
+    build: Callable[[bool, bool], Built],
+    compiled: bool,
+    capture: bool,
+    log: Log,
+    trial: Callable[[Built], Sequence[float]],
 ) -> Built:
     """Returns `build(compiled, capture)`, or a plainer build where that fails; logs failures.
 
-    A long run on a rented machine must not end because a compiler is missing there.
+    A build fails as well where its `trial` (mean losses and gradient norm, at a rate of 0) is not
+    about that of the plainest build: a wrong kernel or a captured step that reads freed memory
+    trains on noise, which the loss alone hides for minutes. A long run on a rented machine must
+    not end because a compiler is missing there.
     """
-    for choice in dict.fromkeys(((compiled, capture), (False, capture), (False, False))):
+    plain = build(False, False)
+    if not (compiled or capture):
+        return plain
+    expected = trial(plain)
+    choices = {(compiled, capture): 0, (False, capture): 1, (compiled, False): 2}
+    choices.pop((False, False), None)
+    for choice in choices:
         try:
-            return build(*choice)
+            built = build(*choice)
+            got = trial(built)
         except Exception as error:
-            if choice == (False, False):
-                raise
-            log(
-                "step",
-                event=f"compiled={choice[0]} capture={choice[1]} failed",
-                error=repr(error)[:400],
-            )
-    raise AssertionError("the last choice returns or raises")
+            problem = repr(error)[:400]
+        else:
+            if all(0.6 < g / e < 1.7 for g, e in zip(got, expected, strict=True)):
+                return built
+            problem = f"its trial gave {_short(got)}, the plain step's {_short(expected)}"
+        log("step", event=f"compiled={choice[0]} capture={choice[1]} failed", error=problem)
+    return plain
+
+
+def mean_of(step: Step, total: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Returns the means of what the step adds to `total`, over TRIALS runs that train nothing."""
+    set_rate(optimizer, 0.0)
+    total.zero_()
+    for _ in range(TRIALS):
+        step()
+    means = (total / TRIALS).tolist()
+    total.zero_()
+    forget(optimizer)
+    return [float(mean) for mean in means]
+
+
+def _short(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
 
 
 def set_up_backends() -> None:

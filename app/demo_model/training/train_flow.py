@@ -37,6 +37,8 @@ from dit_graphs.app.demo_model.training.stepping import (
     Step,
     build_optimizer,
     first_that_works,
+    forget,
+    mean_of,
     rate_at,
     set_rate,
     set_up_backends,
@@ -46,7 +48,8 @@ from dit_graphs.app.demo_model.training.tokenizer import VOCABULARY
 from dit_graphs.app.demo_model.training.train_vae import encode, to_latents
 
 WINDOW_SECONDS = 5.0  # of one mean in the log, by which a climbing loss is noticed
-LONG_EVERY = 10  # one step in so many uses long captions (64 caption tokens) as prompts
+LONG_SHARE = 1 / 8  # of a batch whose prompts are long captions of more than SHORT tokens
+LONG_IN_SHORT = 0.15  # of the others, where the long caption fits into SHORT tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,11 @@ def encode_pool(vae: AutoencoderKL, composer: Composer, spec: Spec, autocast: bo
 
 
 class FlowLoss:
-    """Draws a batch from the pool on the device and computes both losses."""
+    """Draws a batch from the pool on the device and computes its losses.
+
+    Long captions are prompts too, since the pipeline may expand one before it draws: of more than
+    SHORT tokens in a part of their own, because the pipeline pads those to 2 * SHORT.
+    """
 
     def __init__(
         self, model: BatchedModel, latents: torch.Tensor, captions: Captions, settings: FlowSettings
@@ -86,7 +93,7 @@ class FlowLoss:
         self._at = torch.arange(SHORT + LONG, device=device)
         self._empty = torch.zeros(SHORT, dtype=torch.int16, device=device)
         self._empty[0], self._empty[1] = USER, ASSISTANT
-        # The pipeline pads captions that fit 32 tokens to 32, not 64: they stay out here.
+        self._num_long = max(1, round(settings.batch * LONG_SHARE))
         lengths = captions.long_length.long() + 1  # USER and ASSISTANT more, END less
         self._long_rows = (lengths > SHORT).nonzero()[:, 0]
 
@@ -106,12 +113,27 @@ class FlowLoss:
         made = self.model.velocity(noisy, 1 - sigma, features, lengths)
         return F.mse_loss(made.float(), clean - noise)
 
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the means (flow loss of the short part, of the long part, text loss)."""
+        short, text = self.short()
+        return short, self.long(), text
+
+    def total(self, losses: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What is trained on: every picture counts alike, the text as much as the settings say."""
+        short, long, text = losses
+        return (1 - LONG_SHARE) * short + LONG_SHARE * long + self.settings.text_weight * text
+
     def short(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (flow loss, text loss) of a batch of short prompts."""
-        captions, num, device = self.captions, self.settings.batch, self.latents.device
+        """Returns (flow loss, text loss) of prompts of at most SHORT tokens."""
+        captions, num, device = self.captions, self.settings.batch - self._num_long, self._at.device
         rows = torch.randint(len(self.latents), (num,), device=device)
         variant = torch.randint(VARIANTS, (num,), device=device)
         prompt, length = captions.short[rows, variant], captions.short_length[rows, variant].long()
+        long_length = captions.long_length[rows].long()
+        full = self._as_prompt(rows, long_length, SHORT)
+        is_full = (torch.rand(num, device=device) < LONG_IN_SHORT) & (long_length + 1 <= SHORT)
+        prompt = torch.where(is_full[:, None], full, prompt.long())
+        length = torch.where(is_full, long_length + 1, length)
         is_empty = torch.rand(num, device=device) < self.settings.empty
         prompt = torch.where(is_empty[:, None], self._empty, prompt).long()
         length = length.masked_fill(is_empty, 2)[:, None]
@@ -123,24 +145,27 @@ class FlowLoss:
         features, last = self.model.encode(ids)
         flow = self._flow(rows, features[:, :SHORT], length[:, 0])
         few = max(1, num // 4)  # text needs fewer samples than pictures
-        end = length + captions.long_length[rows].long()[:, None]
+        end = length + long_length[:, None]
         counts = (~in_prompt & (self._at < end))[:few, 1:]
         logits = self.model.text_encoder.lm_head(last[:few, :-1]).float()
         losses = F.cross_entropy(logits.flatten(0, 1), ids[:few, 1:].flatten(), reduction="none")
         text = (losses * counts.flatten()).sum() / counts.sum()
         return flow, text
 
-    def long(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (flow loss, 0) of a batch whose prompts are long captions."""
-        captions, num, device = self.captions, self.settings.batch, self.latents.device
-        rows = self._long_rows[torch.randint(len(self._long_rows), (num,), device=device)]
-        length = captions.long_length[rows].long()[:, None] + 1
-        at = torch.arange(2 * SHORT, device=device)
-        bare = captions.long[rows].long().gather(1, (at - 1).clamp(0, LONG - 1).expand(num, -1))
-        ids = bare.masked_fill(at == 0, USER).masked_fill(at == length - 1, ASSISTANT)
-        features, last = self.model.encode(ids)
-        flow = self._flow(rows, features, length[:, 0])
-        return flow, 0 * last.sum()
+    def _as_prompt(self, rows: torch.Tensor, length: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns the rows' long captions in the prompt's template, cut off at `width` tokens."""
+        at = torch.arange(width, device=rows.device)
+        bare = self.captions.long[rows].long()
+        bare = bare.gather(1, (at - 1).clamp(0, LONG - 1).expand(len(rows), -1))
+        return bare.masked_fill(at == 0, USER).masked_fill(at == length[:, None], ASSISTANT)
+
+    def long(self) -> torch.Tensor:
+        """Returns the flow loss of prompts that are long captions of more than SHORT tokens."""
+        at = torch.randint(len(self._long_rows), (self._num_long,), device=self._at.device)
+        rows = self._long_rows[at]
+        length = self.captions.long_length[rows].long()
+        features, _ = self.model.encode(self._as_prompt(rows, length, 2 * SHORT))
+        return self._flow(rows, features, length + 1)
 
 
 @dataclass(slots=True)
@@ -171,38 +196,34 @@ def train_flow(
         parameter.requires_grad_(False)
     optimizer = build_optimizer(parameters, (0.9, 0.95), 0.01)
     average = Average(parameters, averaged.parameters(), 0.999)
-    total = torch.zeros(4, device=device)  # flow, text, short steps, norm of the gradients
+    total = torch.zeros(4, device=device)  # flow, flow of long prompts, text, norm of gradients
 
-    def step_of(
-        losses: Callable[[], tuple[torch.Tensor, torch.Tensor]], is_short: float, capture: bool
-    ) -> Step:
+    def build(compiled: bool, capture: bool) -> Step:
+        model = BatchedModel(networks.transformer, networks.text_encoder, compiled)
+        loss = FlowLoss(model, latents, captions, settings)
 
         def function() -> None:
             with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
-                flow, text = losses()
+                parts = loss()
             optimizer.zero_grad(set_to_none=True)
-            (flow + settings.text_weight * text).backward()
+            loss.total(parts).backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             average.update()
-            ones = torch.full_like(flow, is_short)
-            total.add_(torch.stack((flow.detach() * is_short, text.detach(), ones, norm)))
+            total.add_(torch.stack((*(part.detach() for part in parts), norm)))
 
         return Step(function, optimizer, capture)
 
-    def build(compiled: bool, capture: bool) -> tuple[Step, Step]:
-        model = BatchedModel(networks.transformer, networks.text_encoder, compiled)
-        loss = FlowLoss(model, latents, captions, settings)
-        return step_of(loss.short, 1.0, capture), step_of(loss.long, 0.0, capture)
-
     start = time.monotonic()
-    set_rate(optimizer, 1e-5)
-    steps = first_that_works(build, settings.compiled, settings.capture, log)
+    step = first_that_works(
+        build, settings.compiled, settings.capture, log,
+        trial=lambda step: mean_of(step, total, optimizer),
+    )  # fmt: skip
     wait(device)
-    log("flow", event="steps ready", took=time.monotonic() - start)
+    log("flow", event="step ready", took=time.monotonic() - start)
 
     guard = Guard(parameters, averaged.parameters(), optimizer)
-    _loop(steps, optimizer, settings, total, start, log, lambda: checkpoint(averaged), guard, every)
+    _loop(step, optimizer, settings, total, start, log, lambda: checkpoint(averaged), guard, every)
     return averaged
 
 
@@ -238,14 +259,12 @@ class Guard:
             return False
         torch._foreach_copy_(self._parameters, self._kept)
         torch._foreach_copy_(self._averaged, self._kept)
-        for state in self._optimizer.state.values():
-            for value in state.values():
-                value.zero_()
+        forget(self._optimizer)
         return True
 
 
 def _loop(
-    steps: tuple[Step, Step],
+    step: Step,
     optimizer: torch.optim.Optimizer,
     settings: FlowSettings,
     total: torch.Tensor,
@@ -261,16 +280,15 @@ def _loop(
     total.zero_()
     while (progress := (time.monotonic() - start) / settings.seconds) < 1:
         set_rate(optimizer, slower * rate_at(warm, progress, settings.rate))
-        steps[num % LONG_EVERY == LONG_EVERY - 1]()
+        step()
         num, warm, since = num + 1, warm + 1, since + 1
         if num % 20 == 0:
             wait(total.device)  # keeps the host from running ahead of the clock
         if time.monotonic() - logged > WINDOW_SECONDS:
-            flow, text, count, norm = total.tolist()
-            flow, text, norm = flow / max(count, 1), text / max(count, 1), norm / since
+            flow, long, text, norm = (total / since).tolist()
             spent = (time.monotonic() - logged) * 1000 / since
-            log("flow", step=num, flow=flow, text=text, norm=norm, ms=spent)
-            if not math.isfinite(flow + text):
+            log("flow", step=num, flow=flow, long=long, text=text, norm=norm, ms=spent)
+            if not math.isfinite(flow + long + text):
                 raise FloatingPointError(f"the loss is not finite at step {num}")
             if guard.has_rewound(flow):
                 slower, warm = slower / 2, 0
@@ -321,10 +339,9 @@ def compile_ahead(sizes: Sizes, batch: int, device: torch.device, autocast: bool
     )
     latents = torch.randn(num, 16, 16, 16, device=device).half()
     loss = FlowLoss(model, latents, captions, FlowSettings(0.0, batch=batch))
-    for losses in (loss.short, loss.long):
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            flow, text = losses()
-        (flow + text).backward()
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        parts = loss()
+    loss.total(parts).backward()
 
 
 def main() -> None:

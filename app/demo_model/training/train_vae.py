@@ -25,6 +25,7 @@ from dit_graphs.app.demo_model.training.stepping import (
     Step,
     build_optimizer,
     first_that_works,
+    mean_of,
     rate_at,
     set_rate,
     wait,
@@ -85,14 +86,16 @@ def train_vae(
         average.update()
         total.add_(torch.stack((loss.detach(), squared.detach())))
 
-    set_rate(optimizer, 1e-5)
     start = time.monotonic()
 
     def build(compiled: bool, capture: bool) -> Step:
         terms = torch.compile(loss_terms, dynamic=False) if compiled else loss_terms
         return Step(lambda: function(terms), optimizer, capture)
 
-    step = first_that_works(build, settings.compiled, settings.capture, log)
+    step = first_that_works(
+        build, settings.compiled, settings.capture, log,
+        trial=lambda step: mean_of(step, total, optimizer),
+    )  # fmt: skip
     wait(device)
     log("vae", event="step ready", took=time.monotonic() - start)
     _loop(step, optimizer, settings, total, start, log)
