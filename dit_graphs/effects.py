@@ -97,10 +97,19 @@ def _differs(name: str, held: dict[str, object], before: dict[str, object]) -> b
     return _is_other(held[name], before[name])
 
 
-def _is_other(now: object, before: object) -> bool:
+def _is_other(now: object, before: object, depth: int = _DEPTH) -> bool:
+    """Whether a replay, which leaves `before` in place, would leave something else than `now`."""
     if now is before:
         return False
-    return not (type(now) is type(before) and isinstance(now, _PLAIN) and now == before)
+    if type(now) is not type(before) or not depth:
+        return True
+    if isinstance(now, dict) and isinstance(before, dict):
+        pairs = [(now[key], before.get(key)) for key in now]
+        return list(now) != list(before) or any(_is_other(*pair, depth - 1) for pair in pairs)
+    if isinstance(now, (list, tuple)) and isinstance(before, (list, tuple)):
+        pairs = list(zip(now, before, strict=False))
+        return len(now) != len(before) or any(_is_other(*pair, depth - 1) for pair in pairs)
+    return not (isinstance(now, _PLAIN) and now == before)
 
 
 def _random_states() -> list[tuple[Callable[[object], object], object]]:

@@ -22,6 +22,7 @@ __all__ = [
     "UnknownLeaf",
     "freeze",
     "map_tensors",
+    "register_parts",
     "tensor_leaves",
     "unchanged",
 ]
@@ -31,6 +32,18 @@ _ORDINARY = (Tensor, nn.Parameter)
 _NO_KEYS: LeafKeys = MappingProxyType({})
 _SELF_KEYED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, type, bytes)
 _PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum)
+
+
+_known_by_parts: set[type] = set()
+
+
+def register_parts(kind: type) -> None:
+    """From now on an object of exactly `kind` is what its attributes are.
+
+    It is compared by them and rebuilt from them, without its constructor. For plain holders of
+    tensors; an object that holds anything else is unknown as before.
+    """
+    _known_by_parts.add(kind)
 
 
 class UnknownLeaf(Exception):
@@ -116,6 +129,8 @@ class _Freezer:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [f.name for f in dataclasses.fields(value)]
             return (kind, tuple((n, self.walk(getattr(value, n))) for n in names))
+        if kind in _known_by_parts:
+            return (kind, tuple((n, self.walk(v)) for n, v in vars(value).items()))
         raw = getattr(value, "tobytes", None)
         if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and raw:
             return (kind, raw())
@@ -155,6 +170,10 @@ def map_tensors(
             names = [f.name for f in dataclasses.fields(node) if f.init]
             rebuild: Callable[..., object] = kind
             return rebuild(**{n: walk(getattr(node, n)) for n in names})
+        if kind in _known_by_parts:
+            whole = object.__new__(kind)
+            vars(whole).update({n: walk(v) for n, v in vars(node).items()})
+            return whole
         if keep_unknown:
             return node
         raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")
@@ -185,4 +204,6 @@ def unchanged(before: object, after: object) -> bool:
     if dataclasses.is_dataclass(before) and type(before) is type(after):
         names = [field.name for field in dataclasses.fields(before)]
         return all(unchanged(getattr(before, n), getattr(after, n)) for n in names)
+    if type(before) in _known_by_parts and type(before) is type(after):
+        return unchanged(vars(before), vars(after))
     return before is after

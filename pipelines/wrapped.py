@@ -17,6 +17,7 @@ from dit_graphs.runner import RunnerOptions
 from dit_graphs.wrapping import break_policy, wrap_with
 
 from .attachments import state_guard
+from .outputs import know_distributions
 from .step_caches import StepCache
 
 __all__ = ["wrap"]
@@ -42,6 +43,7 @@ def wrap(
     config = (config or GraphConfig()).with_overrides(**overrides)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    know_distributions(module)
     carried = StepCache(module) if method == "forward" else None
     options = RunnerOptions(
         key=key,

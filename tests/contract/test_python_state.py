@@ -80,6 +80,57 @@ def test_a_growing_list_keeps_the_module_eager(where: Where) -> None:
     assert twin.replays == 0
 
 
+def test_scratch_containers_made_anew_are_no_state(where: Where) -> None:
+    """As the video VAEs do: what one frame leaves for the next, emptied at both ends of a call."""
+
+    class Scratch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clear()
+
+        def clear(self) -> None:
+            self.frames: list[Tensor | None] = [None] * 3
+            self.at = [0]
+            self.seen: dict[str, object] = {"last": None, "sizes": (0, [1.5])}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.clear()
+            for index, part in enumerate(x.unbind(0)):
+                self.frames[index] = part.sin()
+                self.at[0] += 1
+            x = torch.stack([frame for frame in self.frames if frame is not None]) * self.at[0]
+            self.clear()
+            return x
+
+    twin = Twin(Scratch(), where)
+    _runs(twin, 6)
+    assert twin.replays == 3
+    assert twin.module.frames == [None] * 3 and twin.module.at == [0]
+
+
+@pytest.mark.parametrize("leaves", ["a tensor", "a count", "another length"])
+def test_scratch_that_is_left_full_is_state(where: Where, leaves: str) -> None:
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[object] = [None]
+
+        def forward(self, x: Tensor) -> Tensor:
+            left = {"a tensor": [x.sin()], "a count": [self._next()], "another length": [None] * 2}
+            if leaves == "another length" and len(self.kept) == 2:
+                left[leaves] = [None]
+            self.kept = left[leaves]
+            return x * len(self.kept)
+
+        def _next(self) -> int:
+            return 1 if self.kept[0] is None else self.kept[0] + 1
+
+    twin = Twin(Leaves(), where)
+    _runs(twin)
+    assert twin.replays == 0
+    assert "kept" in twin.details["python_state"]
+
+
 def test_a_counting_helper_object_keeps_the_module_eager(where: Where) -> None:
     """Attention processors keep their state in plain attributes, one level below the module."""
 
