@@ -189,9 +189,8 @@ class Capturer:
         observer = Observer(self.forward.module, self.state.device, policy, inputs.buffers)
         inputs.bind(tensors)
         call = self.forward.on(inputs.buffers, args, kwargs)
-        with self.state.side_pass():
-            output = self._pass(observer, call, random, entry, policy)
-            result = map_tensors(output, clone_layout, keep_unknown=True)
+        output = self._pass(observer, call, random, entry, policy)
+        result = map_tensors(output, clone_layout, keep_unknown=True)
         observation = observer.observation()
         if observation.is_random:
             # ops that may draw are many (every SDPA); what did draw has moved a generator
@@ -216,10 +215,13 @@ class Capturer:
         entry: Entry,
         policy: BreakPolicy,
     ) -> object:
-        """Runs the call on the capture stream; after a failure no trace of it is left."""
+        """Runs the call where plain eager would; after a failure no trace of it is left.
+
+        Not on the capture stream: a kernel on the legacy stream, which no op shows, would not wait
+        for it, and this pass's result is the caller's.
+        """
         try:
             with (
-                self.state.capture_stream(),
                 self.forward.conditions(),
                 breaking_modules(self.forward.module, policy.modules),
                 handling_breaks(observer),

@@ -95,16 +95,6 @@ class DeviceState:
                 gc.enable()
 
     @contextmanager
-    def side_pass(self) -> Iterator[None]:
-        """Held from work on the capture stream until its results were copied on the caller's.
-
-        Blocks of the capture stream are reused by the next pass, of whatever thread; it must not
-        start before the copies that read them.
-        """
-        with self.replay_lock, self._ordered():
-            yield
-
-    @contextmanager
     def _ordered(self) -> Iterator[None]:
         yield
 
