@@ -1,103 +1,132 @@
-"""One small forward of every denoiser class of diffusers: from graphs, or eager with a reason.
+"""The sweep over diffusers' classes keeps what it has reached; docs/models.md says what that is.
 
-The inputs change on every call, and what is eager is listed here with its reason: a class that
-loses its graph fails this file, and so does one that gains it unnoticed.
+Each case runs as the sweep runs it (plain beside wrapped, two sizes, sequential and batched
+guidance, bit for bit) and must do no worse than benchmarks/results/sweep-cpu.json. A sample runs by
+default, every case under `-m slow`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterator
+import inspect
+from importlib.metadata import version
 
 import cases
+import diffusers
 import pytest
 import torch
+from torch import nn
 from twin import Twin, Where
 
+from benchmarks import sweep, sweep_docs
+
 CPU = Where("recorded", torch.device("cpu"))
+COMMITTED = sweep_docs.Column.read(sweep_docs.CPU)
+NO_RULE_FOR_MODES = ("AnyFlowFARTransformer3DModel",)  # flex attention, with eager attention asked
 
-# Reads of device values in the root forward, one op the watch modes cannot enter, and one class
-# that rebinds a registered buffer on every call.
-EAGER = {
-    "AnyFlowFARTransformer3DModel": "capture_failed",
-    "GlmImageTransformer2DModel": "host_read",
-    "HiDreamImageTransformer2DModel": "host_read",
-    "HunyuanVideo15Transformer3DModel": "host_read",
-    "HunyuanVideoFramepackTransformer3DModel": "host_read",
-    "OmniGenTransformer2DModel": "offload",
-}
-# Reads inside a submodule, which then runs between two segments.
-BREAKABLE = {"Lumina2Transformer2DModel", "MochiTransformer3DModel"}
-
-_ATTENTION_SAMPLE = (
+# One of each kind of finding, and nothing that takes more than a few seconds.
+SAMPLE = (
+    "AutoencoderKL.decode",
+    "AutoencoderKL.encode",
+    "AutoencoderKLQwenImage.decode",
+    "BriaFibo2Transformer2DModel",
+    "ControlNetModel",
+    "FluxTransformer2DModel",
+    "GlmImageTransformer2DModel",
+    "HunyuanImageTransformer2DModel",
+    "HunyuanVideo15Transformer3DModel",
+    "Lumina2Transformer2DModel",
+    "MochiTransformer3DModel",
+    "OmniGenTransformer2DModel",
+    "QwenImage21Transformer2DModel",
+    "QwenImageTransformer2DModel",
+    "UNet2DConditionModel#SDXL",
+    "WanTransformer3DModel",
+    "ZImageTransformer2DModel",
+)
+ATTENTION_SAMPLE = (
     "FluxTransformer2DModel",
     "Lumina2Transformer2DModel",
-    "SD3Transformer2DModel",
     "WanTransformer3DModel",
     "ZImageTransformer2DModel",
 )
 
-_report: dict[str, str] = {}
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _reported() -> Iterator[None]:
-    """After the last case, one line says what ran how."""
-    yield
-    kinds = Counter(text.split(" ")[0] for text in _report.values())
-    print(f"\nmodel cases: {dict(kinds)} of {len(_report)}")
-    for name, text in _report.items():
-        if not text.startswith("full"):
-            print(f"  {name}: {text}")
-
-
-def _serve(name: str, calls: int, **config: object) -> Twin:
-    """The forward on two sets of inputs in turns; every call is compared with the plain one."""
-    case = cases.build(name)
-    with torch.no_grad():
-        twin = Twin(case.module, CPU, **config)
-        for index in range(calls):
-            twin(**copy.deepcopy(case.changed if index % 2 else case.inputs))
-    return twin
+def _sampled(keys: list[str], sample: tuple[str, ...]) -> list[object]:
+    assert set(sample) <= set(keys), set(sample) - set(keys)
+    slow = [pytest.mark.slow]
+    return [pytest.param(key, marks=[] if key in sample else slow) for key in keys]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", cases.names())
-def test_a_denoiser_class_replays_or_says_why_not(name: str) -> None:
-    twin = _serve(name, 6)
-    if name in EAGER:
-        assert (twin.graphs, twin.replays) == (0, 0)
-        assert EAGER[name] in twin.fallbacks, twin.details
-        _report[name] = f"eager ({EAGER[name]}: {twin.details[EAGER[name]]})"
-        return
-    graph = twin.runner.report()["graphs"][0]
-    breaks = graph["breaks"]
-    assert set(twin.fallbacks) == {"warming_up"}
-    assert (breaks > 0) == (name in BREAKABLE)
-    # plain, observed and compared; a read in a submodule costs one more observed pass
-    assert twin.replays == (2 if breaks else 3)
-    assert breaks or graph["captured_fraction"] == 1.0
-    _report[name] = f"breakable ({breaks} breaks)" if breaks else "full"
+@pytest.mark.parametrize("key", _sampled(list(sweep.CASES), SAMPLE))
+def test_a_class_does_no_worse_than_committed(key: str) -> None:
+    row = sweep.measure(sweep.CASES[key], sweep.Options("cpu", "recorded"))
+    assert row["is_equal"], row["problems"]
+    before = COMMITTED.rows[key]
+    assert sweep_docs.rank(row) >= sweep_docs.rank(before), (row, before)
+
+
+def test_every_committed_row_is_a_case_and_equal() -> None:
+    assert set(COMMITTED.rows) == set(sweep.CASES)
+    unequal = {key: row["problems"] for key, row in COMMITTED.rows.items() if not row["is_equal"]}
+    assert not unequal
+
+
+def test_every_class_of_diffusers_is_a_case_or_skipped_with_a_reason() -> None:
+    families = ("transformers", "unets", "controlnets", "autoencoders")
+    found = {
+        name
+        for name in dir(diffusers)
+        if inspect.isclass(kind := getattr(diffusers, name, None))
+        and issubclass(kind, nn.Module)
+        and kind.__module__.startswith(tuple(f"diffusers.models.{family}" for family in families))
+    }
+    # weights without a forward of their own: parts of UNetMotionModel and UNetControlNetXSModel
+    parts = {"MotionAdapter", "ControlNetXSAdapter"}
+    known = {case.name for case in sweep.CASES.values()} | {one.name for one in sweep.SKIPPED}
+    assert found - parts <= known, found - parts - known
+    assert all(one.why for one in sweep.SKIPPED)
+
+
+def test_the_page_is_what_the_generator_writes() -> None:
+    assert sweep_docs.PAGE.read_text() == sweep_docs.current(), (
+        "run python -m benchmarks.sweep --write-docs"
+    )
+
+
+def test_the_page_says_what_was_not_measured_and_what_was_unequal() -> None:
+    row = {"kind": "dit", "outcome": "full", "captured_fraction": 1.0, "is_equal": False}
+    cpu = sweep_docs.Column({"A": {"key": "A", **row, "problems": ["x"]}}, "CPU")
+    page = sweep_docs.page(cpu, sweep_docs.Column({}, ""), [("B", "no network")], version("torch"))
+    assert "| `A` | full | **no** | not measured | – |" in page
+    assert "- `B`: no network." in page
+
+
+def test_a_worse_outcome_ranks_lower() -> None:
+    full, broken, eager = (
+        {"outcome": "full", "captured_fraction": 1.0},
+        {"outcome": "breakable", "captured_fraction": 0.55},
+        {"outcome": "eager", "captured_fraction": 0.0},
+    )
+    less = {"outcome": "breakable", "captured_fraction": 0.5}
+    ranks = [sweep_docs.rank(row) for row in (full, broken, less, eager, {"outcome": "failed"})]
+    assert ranks == sorted(ranks, reverse=True) and len(set(ranks)) == 5
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in _ATTENTION_SAMPLE else [pytest.mark.slow])
-        for name in cases.names()
-        if name not in EAGER
-    ],
+    "name", _sampled([n for n in cases.names() if n not in NO_RULE_FOR_MODES], ATTENTION_SAMPLE)
 )
 def test_a_denoiser_class_with_eager_attention(name: str) -> None:
-    twin = _serve(name, 7, attention="eager")
+    if sweep_docs.rank(COMMITTED.rows[name])[0] < sweep_docs.rank({"outcome": "breakable"})[0]:
+        pytest.skip(f"eager: {COMMITTED.rows[name]['detail']}")
+    case = cases.build(name)
+    with torch.no_grad():
+        twin = Twin(case.module, CPU, attention="eager")
+        for index in range(7):
+            twin(**copy.deepcopy(case.changed if index % 2 else case.inputs))
     assert set(twin.fallbacks) == {"warming_up"}
     graph = twin.runner.report()["graphs"][0]
     assert graph["breaks"] >= 1
-    assert graph["segments"] == graph["breaks"] + 1 or name in BREAKABLE
     assert twin.replays >= 3
-
-
-def test_the_lists_name_known_classes() -> None:
-    assert set(EAGER) | BREAKABLE <= set(cases.names())
