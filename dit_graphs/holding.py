@@ -19,6 +19,7 @@ from .errors import CaptureAborted, Reason
 from .intercept import Intercept
 from .memory import DeviceState
 from .module_watch import ModuleWatch
+from .request_scope import current_request
 from .signature import Signature
 from .worth import MOSTLY_EAGER, Worth, expected_speedup
 
@@ -80,6 +81,13 @@ class GraphHolding:
             if found is not None:
                 return found
         return None
+
+    def _rekey(self, entry: Entry, now: Signature) -> None:
+        """The call that just ran is known under `now`, in its request's count, too."""
+        request, before = current_request(), entry.signature
+        self.cache.rekey(entry, now)
+        if request is not None:
+            request.recount(before, now)
 
     def _refuse(self, entry: Entry, refusal: CaptureAborted) -> None:
         """Remembers why this signature has no graph, and when to try again."""

@@ -93,6 +93,10 @@ class Request:
         self.calls[key] = total = self.calls.get(key, 0) + 1
         return total
 
+    def recount(self, key: object, now: object) -> None:
+        """What was counted under `key` counts under `now`."""
+        self.calls[now] = self.calls.get(now, 0) + self.calls.pop(key, 0)
+
     def steps_left(self, key: object) -> int | None:
         """A lower bound of the calls still to come under `key`; None where unknown."""
         if self.total_steps is None:

@@ -185,7 +185,7 @@ class GraphRunner(GraphHolding):
         moved = self._watch.adopt_changes()
         now = entry.signature.under(ambient_state(self.device), self._extra())
         if now != entry.signature:
-            self.cache.rekey(entry, now)
+            self._rekey(entry, now)
         return moved
 
     def _observe_and_capture(self, entry: Entry, call: Call) -> object:

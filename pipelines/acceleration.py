@@ -166,13 +166,13 @@ class Acceleration:
 
     def begin(self, total_steps: int | None) -> Request:
         """A request starts: the wrapped parts are the pipeline's present ones, and still ours."""
-        self._follow_pipeline()
+        self.follow_pipeline()
         request = begin_request(total_steps, opening_frame(self.target))
         marks = {label: (runner, runner.stats.mark()) for label, runner in self.runners.items()}
         request.at_end(self, partial(_tell, marks))
         return request
 
-    def _follow_pipeline(self) -> None:
+    def follow_pipeline(self) -> None:
         """Parts that were replaced, taken away or wrapped over since the last request."""
         present = [part for part in _parts(self.target) if part.role in self.config.components]
         modules = [part.module for part in present]

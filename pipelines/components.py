@@ -16,7 +16,7 @@ from torch import nn
 from dit_graphs.errors import ConfigError
 from dit_graphs.signature import Signature
 
-__all__ = ["Component", "components_of", "describe_denoiser", "parts_of"]
+__all__ = ["LATENT_NAMES", "Component", "components_of", "describe_denoiser", "parts_of"]
 
 Role = Literal["denoiser", "vae", "text_encoder"]
 
@@ -119,7 +119,7 @@ def describe_denoiser(signature: Signature) -> str:
         name: tuple(spec.shape)
         for name, spec in zip(_tensor_names(signature), signature.tensors, strict=False)
     }
-    latent = next((s for n, s in shapes.items() if n.split("[")[0] in _LATENT_NAMES), None)
+    latent = next((s for n, s in shapes.items() if n.split("[")[0] in LATENT_NAMES), None)
     if latent is None:
         return signature.describe()
     text = next((s for n, s in shapes.items() if n.split("[")[0] in _TEXT_NAMES), None)
@@ -135,7 +135,7 @@ def describe_denoiser(signature: Signature) -> str:
     return ", ".join(words)
 
 
-_LATENT_NAMES = ("hidden_states", "sample", "x", "latent_model_input", "z")
+LATENT_NAMES = ("hidden_states", "sample", "x", "latent_model_input", "z")
 _TEXT_NAMES = ("encoder_hidden_states", "cap_feats", "prompt_embeds")
 
 

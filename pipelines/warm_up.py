@@ -1,24 +1,31 @@
 """Owns `warmup`: real pipeline calls that capture before the first user waits.
 
 Must never know graphs. The surprising fact: sizes run largest first, because later captures then
-live in the memory of the first, and the calls are real ones, so that what they capture is exactly
-what requests will ask for.
+live in the memory of the first; and since only the pipeline knows its sizes, each call is first run
+up to the denoiser. The calls are real ones, so that what they capture is what requests ask for.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import cast
 
+from torch import Tensor
+
 from dit_graphs.counters import log
 from dit_graphs.errors import ConfigError
+from dit_graphs.tree import map_tensors
 
-from .acceleration import acceleration_of
+from .acceleration import Acceleration, acceleration_of
+from .components import LATENT_NAMES
 from .installed import InstalledRunner
 
 __all__ = ["warmup"]
+
+Size = tuple[int, int]  # elements of the latents, and of all tensors
 
 
 def warmup(target: object, calls: Sequence[Mapping[str, object]], **common: object) -> list[str]:
@@ -32,28 +39,77 @@ def warmup(target: object, calls: Sequence[Mapping[str, object]], **common: obje
     acceleration = acceleration_of(target)
     if acceleration is None or not callable(target):
         raise ConfigError("warmup() needs an accelerated pipeline: call accelerate() first")
+    acceleration.follow_pipeline()
     names = inspect.signature(type(target).__call__).parameters
     prepared = [_prepare(names, {**common, **call}) for call in calls]
-    prepared.sort(key=_work, reverse=True)
-    before = {label: set(_signatures(runner)) for label, runner in acceleration.runners.items()}
+    if len(prepared) > 1:
+        sizes = [_size(acceleration, target, call) for call in prepared]
+        order = sorted(range(len(prepared)), key=sizes.__getitem__, reverse=True)
+        prepared = [prepared[index] for index in order]
+    before = Counter(_signatures(acceleration.runners))
     with ExitStack() as stack:
         for runner in acceleration.runners.values():
             stack.enter_context(runner.warming_up())
         for call in prepared:
-            cast(Callable[..., object], target)(**call)
-    made = [
-        f"{label}: {name}"
-        for label, runner in acceleration.runners.items()
-        for name in _signatures(runner)
-        if name not in before.get(label, set())
-    ]
+            target(**call)
+    made = list((Counter(_signatures(acceleration.runners)) - before).elements())
     log.info("warm-up captured %d graphs", len(made))
     return made
 
 
-def _signatures(runner: InstalledRunner) -> list[str]:
-    graphs = cast("list[dict[str, object]]", runner.report()["graphs"])
-    return [str(graph["signature"]) for graph in graphs]
+def _signatures(runners: Mapping[str, InstalledRunner]) -> list[str]:
+    return [
+        f"{label}: {graph['signature']}"
+        for label, runner in runners.items()
+        for graph in cast("list[dict[str, object]]", runner.report()["graphs"])
+    ]
+
+
+class _Reached(BaseException):
+    """The denoiser was called; not an `Exception`, so that no pipeline takes it for its own."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+
+
+def _size(
+    acceleration: Acceleration, target: Callable[..., object], call: Mapping[str, object]
+) -> Size:
+    """How large the denoiser's inputs are in this call, which stops there.
+
+    Only the pipeline knows: sizes come from pictures, from defaults of the model, or rounded.
+    """
+    parts = list(acceleration.parts.values())
+    if not any(part.part.role == "denoiser" for part in parts):
+        return _asked_for(call), 0
+    with ExitStack() as stack:
+        for part in parts:
+            intercept = part.intercept
+            serve = _stop if part.part.role == "denoiser" else intercept.pass_through
+            stack.callback(setattr, intercept, "serve", intercept.serve)
+            intercept.serve = serve
+        try:
+            target(**call)
+        except _Reached as reached:
+            return reached.size
+    return _asked_for(call), 0
+
+
+def _stop(*args: object, **kwargs: object) -> object:
+    latents = next((kwargs[name] for name in LATENT_NAMES if name in kwargs), args[:1])
+    raise _Reached((_numel(latents), _numel((args, kwargs))))
+
+
+def _numel(value: object) -> int:
+    found: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        found.append(tensor.numel())
+        return tensor
+
+    map_tensors(value, count, keep_unknown=True)
+    return sum(found)
 
 
 def _prepare(names: Mapping[str, object], call: dict[str, object]) -> dict[str, object]:
@@ -72,7 +128,7 @@ def _prepare(names: Mapping[str, object], call: dict[str, object]) -> dict[str, 
     return call
 
 
-def _work(call: Mapping[str, object]) -> int:
+def _asked_for(call: Mapping[str, object]) -> int:
     size = 1
     for name in ("height", "width", "num_frames", "num_images_per_prompt"):
         value = call.get(name)

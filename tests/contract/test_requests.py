@@ -130,6 +130,27 @@ def test_steps_left_is_counted_per_signature() -> None:
         assert request.steps_left("a") is None
 
 
+def test_steps_are_counted_on_under_the_key_a_first_pass_gave(where: Where) -> None:
+    """The first call sets an attribute, and with it the signature; that call was a step."""
+
+    class Settles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size: int | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.size = x.shape[0]
+            return x * 2
+
+    twin = Twin(Settles(), where)
+    with dit_graphs.request(total_steps=3) as request:
+        for left in (2, 1, 0):
+            twin(where.randn(3, 8))
+            (entry,) = twin.runner.cache.entries.values()
+            assert request.steps_left(entry.signature) == left
+    assert list(request.calls.values()) == [3]
+
+
 def test_threads_and_tasks_have_requests_of_their_own() -> None:
     found: list[object] = []
     with dit_graphs.request():
