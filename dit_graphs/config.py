@@ -44,7 +44,9 @@ class GraphConfig:
     )
     numerics: Numerics = field(
         default="exact",
-        metadata=_help("exact: eager's own kernels, same bits; fused: compiled blocks"),
+        metadata=_help(
+            "exact: eager's own kernels and bits; fused (compiled blocks) is not in this version"
+        ),
     )
     capture: CapturePolicy = field(
         default="second_use",
@@ -80,7 +82,8 @@ class GraphConfig:
     )
     strict: bool = field(default=False, metadata=_help("raise instead of falling back to eager"))
     manifest: str | None = field(
-        default=None, metadata=_help("file that remembers signatures between processes")
+        default=None,
+        metadata=_help("not in this version: a file that remembers signatures between processes"),
     )
 
     def __post_init__(self) -> None:
@@ -115,14 +118,17 @@ class GraphConfig:
         return self.memory_budget
 
     def check_available(self) -> None:
-        """Raises `ConfigError` for a value this version knows but cannot honour yet."""
+        """Raises `ConfigError` for a value this version knows but does not honour."""
         if self.numerics == "fused":
             raise ConfigError(
-                'numerics="fused" is not available in this version: use "exact" (eager\'s kernels)'
+                'numerics="fused" (compiled blocks in graphs) is not available in this version: '
+                "leave numerics out for eager's own kernels and bits. A model that you compile "
+                "yourself keeps running as compiled, without graphs"
             )
         if self.manifest is not None:
             raise ConfigError(
-                "manifest is not available in this version: leave it out and call warmup() at start"
+                "manifest is not available in this version: leave it out. For graphs before the "
+                "first request call warmup(pipe, [...]) at start, with the sizes you serve"
             )
 
     def with_overrides(self, **overrides: object) -> GraphConfig:

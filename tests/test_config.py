@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -19,14 +21,27 @@ class Doubling(nn.Module):
         return x * self.factor
 
 
-@pytest.mark.parametrize("field", [{"numerics": "fused"}, {"manifest": "graphs.json"}])
+@pytest.mark.parametrize(
+    ("field", "instead"),
+    [
+        ({"numerics": "fused"}, "leave numerics out for eager's own kernels"),
+        ({"manifest": "graphs.json"}, r"call warmup\(pipe, \[...\]\) at start"),
+    ],
+    ids=["numerics", "manifest"],
+)
 @pytest.mark.parametrize("entry", [dit_graphs.wrap, dit_graphs.accelerate])
-def test_a_value_without_effect_is_refused_and_nothing_is_wrapped(entry, field) -> None:
+def test_a_value_without_effect_is_refused_and_nothing_is_wrapped(entry, field, instead) -> None:
     module = Doubling()
     before = dict(vars(module))
-    with pytest.raises(ConfigError, match="not available in this version"):
+    with pytest.raises(ConfigError, match=f"not available in this version.*{instead}"):
         entry(module, GraphConfig(**field))
     assert vars(module) == before
+
+
+def test_help_does_not_offer_what_is_refused() -> None:
+    says = {field.name: field.metadata["help"] for field in dataclasses.fields(GraphConfig)}
+    for name in ("numerics", "manifest"):
+        assert "not in this version" in says[name]
 
 
 @pytest.mark.parametrize(
