@@ -24,6 +24,7 @@ __all__ = [
     "Call",
     "Carried",
     "Eager",
+    "Family",
     "RunnerOptions",
     "check_tensors",
     "device_of",
@@ -56,6 +57,25 @@ class Carried(Protocol):
         """Inside, decisions of the forward are eager breaks, or were made beforehand."""
 
 
+class Family(Protocol):
+    """What one family of models needs for its forward to be recorded. Plain calls never see it."""
+
+    def open(self) -> None:
+        """The module is served from now on."""
+
+    def close(self) -> None:
+        """The module is as it was before `open`."""
+
+    def prepare(self, named: dict[str, object]) -> dict[str, object]:
+        """The arguments a graph is recorded over, made from those of the call."""
+
+    def facts(self) -> Hashable:
+        """What the forward reads of the arguments prepared last; a part of the signature."""
+
+    def run(self, eager: Eager, named: dict[str, object]) -> object:
+        """The forward's result for prepared arguments."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
     """What a runner is told about its method besides the config."""
@@ -68,6 +88,7 @@ class RunnerOptions:
     guard: Callable[[], tuple[Reason, str] | None] | None = None
     describe: Callable[[Signature], str] | None = None
     carried: Carried | None = None
+    family: Family | None = None
 
 
 @dataclass(slots=True)

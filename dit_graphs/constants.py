@@ -8,6 +8,7 @@ than the first.
 from __future__ import annotations
 
 import sys
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import CaptureAborted, Reason
+from .tree import map_tensors
 
 __all__ = ["Constant", "ConstantTable", "Occurrences", "caller_location", "host_bytes"]
 
@@ -61,10 +63,20 @@ class Constant:
 
 
 @dataclass(slots=True)
+class KnownRead:
+    """What the observed pass read of values that the signature determines, and by which op."""
+
+    name: str
+    value: object
+    written: bool = False
+
+
+@dataclass(slots=True)
 class ConstantTable:
     """Constants of one observed forward; filled by an observer, read by captures."""
 
     entries: dict[tuple[str, int], Constant] = field(default_factory=dict)
+    reads: dict[tuple[str, int], KnownRead] = field(default_factory=dict)
 
     def record(self, key: tuple[str, int], source: Tensor, result: Tensor) -> None:
         """Remembers `result` (on the device) as built from `source` (on the host)."""
@@ -75,7 +87,8 @@ class ConstantTable:
 
     def note_write(self, key: tuple[str, int]) -> None:
         """The forward writes into this constant: captures get a copy made inside the graph."""
-        self.entries[key].written = True
+        found = self.entries.get(key) or self.reads[key]
+        found.written = True
 
     def recall(self, key: tuple[str, int], source: Tensor) -> Tensor:
         """The device tensor recorded under `key`.
@@ -88,3 +101,30 @@ class ConstantTable:
         if entry.source != host_bytes(source):
             raise CaptureAborted(Reason.CONSTANT_CHANGED, f"other bytes than observed: {key[0]}")
         return entry.value.clone() if entry.written else entry.value
+
+    def record_read(self, key: tuple[str, int], name: str, value: object) -> None:
+        """Remembers what op `name` read; `value` is copied."""
+        self.reads[key] = KnownRead(name, _copied(value))
+
+    def recall_read(self, key: tuple[str, int], name: str) -> object:
+        """What op `name` read in the observed pass, for the caller to keep.
+
+        Raises `CaptureAborted` where it read nothing there.
+        """
+        entry = self.reads.get(key)
+        if entry is None or entry.name != name:
+            raise CaptureAborted(Reason.CONSTANT_CHANGED, f"{name} not seen before: {key[0]}")
+        return _copied(entry.value, clone=entry.written)
+
+
+def _copied(value: object, *, clone: bool = True) -> object:
+    """`value` in containers of its own, its tensors cloned or not."""
+    if type(value).__module__ == "numpy":
+        return copy(value)
+    if not isinstance(value, (Tensor, tuple, list)):
+        return value
+    return map_tensors(value, Tensor.clone if clone else _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

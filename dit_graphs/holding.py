@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from .budget import keep_budget
 from .cache import Entry, GraphCache
-from .calls import RunnerOptions
+from .calls import Eager, RunnerOptions
 from .capture import Capturer
 from .config import GraphConfig
 from .counters import RunnerStats, log
@@ -40,6 +41,7 @@ class GraphHolding:
     state: DeviceState
     backend: str
     disabled: int
+    eager: Eager
     guests: dict[object, RunnerOptions]
     intercept: Intercept | None
     _watch: ModuleWatch
@@ -67,7 +69,27 @@ class GraphHolding:
 
     def _extra(self) -> Hashable:
         """What belongs to the key besides the arguments and the ambient state."""
-        return self._watch.state_id, self._own_key()
+        facts = self.options.family.facts() if self.options.family is not None else None
+        return self._watch.state_id, self._own_key(), facts
+
+    def _open_family(self) -> None:
+        if self.options.family is not None:
+            self.options.family.open()
+
+    def _prepared(self, named: dict[str, object]) -> dict[str, object]:
+        """The arguments a graph is recorded over."""
+        return named if self.options.family is None else self.options.family.prepare(named)
+
+    def call_eager(self, *args: object, **kwargs: object) -> object:
+        """The wrapped method itself, as it was before wrapping."""
+        return self.eager(*args, **kwargs)
+
+    def _call_prepared(self, *args: object, **kwargs: object) -> object:
+        """The wrapped method on prepared arguments."""
+        family = self.options.family
+        if family is None:
+            return self.call_eager(*args, **kwargs)
+        return family.run(partial(self.call_eager, *args), kwargs)
 
     def _own_key(self) -> Hashable:
         """What the users of this runner add to the key."""
@@ -210,6 +232,8 @@ class GraphHolding:
         self.drop_graphs()
         self.cache.entries.clear()
         self.state.holders.discard(self)
+        if self.options.family is not None:
+            self.options.family.close()
         self.state.retire_if_unused()
 
     def holds_graphs(self) -> bool:

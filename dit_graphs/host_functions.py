@@ -6,6 +6,7 @@ and `x.tolist()` a device-to-host one; neither shows in a dispatch mode.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -107,13 +108,40 @@ def _indexed(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
     target, index = args[0], args[1]
     if not isinstance(target, Tensor) or target.device.type != watch.device.type:
         return func(*args, **kwargs)
-    parts = index if isinstance(index, tuple) else (index,)
+    given = index if isinstance(index, tuple) else (index,)
+    parts = given if _is_masked_fill(args) else _without_known_masks(watch, given)
     moved = tuple(_index_part(watch, part, target.device) for part in parts)
     is_masked = any(isinstance(part, Tensor) and part.dtype is torch.bool for part in moved)
     rest = tuple(_moved_value(watch, value, target, is_masked) for value in args[2:])
-    if all(new is old for new, old in zip((*moved, *rest), (*parts, *args[2:]), strict=True)):
+    old = (*given, *args[2:])
+    if len(moved) == len(given) and all(map(operator.is_, (*moved, *rest), old)):
         return func(*args, **kwargs)
-    return func(target, moved if isinstance(index, tuple) else moved[0], *rest, **kwargs)
+    is_tuple = isinstance(index, tuple) or len(moved) > 1
+    return func(target, moved if is_tuple else moved[0], *rest, **kwargs)
+
+
+def _is_masked_fill(args: Args) -> bool:
+    """A write of one value: under a mask it needs no size on the host."""
+    value = args[2] if len(args) > 2 else None
+    return len(args) > 2 and not (isinstance(value, Tensor) and value.numel() > 1)
+
+
+def _without_known_masks(watch: Watch, parts: tuple[object, ...]) -> tuple[object, ...]:
+    """A mask that the signature determines becomes the places it marks, one index per side."""
+    found: list[object] = []
+    for part in parts:
+        found.extend(_places(watch, part))
+    return tuple(found)
+
+
+def _places(watch: Watch, part: object) -> tuple[object, ...]:
+    if not (isinstance(part, Tensor) and part.dtype is torch.bool and part.dim()):
+        return (part,)
+    if not (watch.is_device(part) and watch.is_known(part)):
+        return (part,)
+    places = watch.known_read("mask", lambda: part.nonzero(as_tuple=True))
+    assert isinstance(places, tuple)
+    return places
 
 
 def _moved_value(watch: Watch, value: object, target: Tensor, is_masked: bool) -> object:
@@ -156,7 +184,10 @@ def _host_read(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> obje
     """tolist, numpy, cpu, printing: reads of a device tensor that no op shows."""
     source = args[0]
     if isinstance(source, Tensor) and watch.is_device(source):
-        watch.host_read(f"Tensor.{getattr(func, '__name__', 'read')}")
+        name = f"Tensor.{getattr(func, '__name__', 'read')}"
+        if watch.is_known(source):
+            return watch.known_read(name, lambda: func(*args, **kwargs))
+        watch.host_read(name)
     return func(*args, **kwargs)
 
 

@@ -18,6 +18,7 @@ from .breaks import BreakResult, BreakSite, RecordedBreak, call_break, handling_
 from .constants import ConstantTable, caller_location
 from .errors import CaptureAborted, Reason
 from .host_functions import HANDLERS
+from .origins import Origin
 from .tree import UnknownLeaf, freeze
 from .watch import (
     Args,
@@ -65,6 +66,7 @@ class Observation:
         """Nothing depends on this signature: other sizes may be captured without a pass."""
         return not (
             self.constants.entries
+            or self.constants.reads
             or self.host_reads
             or self.breaks
             or self.generators
@@ -116,7 +118,18 @@ class Observer(Watch):
             made_from = source()
         self._constants.record(key, made_from, result)
         self._constant_of[storage_key(result)] = key
+        self.origins.set(result, Origin.HOST)
         return result
+
+    def known_read(self, name: str, read: Callable[[], object]) -> object:
+        key = self.occurrences.next(caller_location())
+        with unwatched():
+            value = read()
+            self._constants.record_read(key, name, value)
+        for tensor in iter_tensors((value,)):
+            self._constant_of[storage_key(tensor)] = key
+            self.origins.set(tensor, Origin.KNOWN)
+        return value
 
     def run_break(
         self,
@@ -253,7 +266,15 @@ class Guard(Watch):
         key = self.occurrences.next(caller_location())
         with unwatched():
             made_from = source()
-        return self._constants.recall(key, made_from)
+        value = self._constants.recall(key, made_from)
+        self.origins.set(value, Origin.HOST)
+        return value
+
+    def known_read(self, name: str, read: Callable[[], object]) -> object:
+        value = self._constants.recall_read(self.occurrences.next(caller_location()), name)
+        for tensor in iter_tensors((value,)):
+            self.origins.set(tensor, Origin.KNOWN)
+        return value
 
     def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
         if self._is_observed:

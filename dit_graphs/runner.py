@@ -63,6 +63,7 @@ class GraphRunner(GraphHolding):
         self._form_source = signature_source(module, eager)
         self._form = CallForm(self._form_source, options.ignore)
         self._watch = ModuleWatch(module)
+        self._open_family()
         self._settle_on(device_of(module))
 
     def _settle_on(self, device: torch.device) -> None:
@@ -74,7 +75,7 @@ class GraphRunner(GraphHolding):
         if self.backend not in ("off", "none"):
             load_modes()
         ignore = frozenset(self.options.ignore)
-        forward = Forward(self.module, self.call_eager, device, ignore)
+        forward = Forward(self.module, self._call_prepared, device, ignore)
         self._capturer = Capturer(
             forward, self.state, self.config, self.backend, self.stats, self.options.component
         )
@@ -116,6 +117,7 @@ class GraphRunner(GraphHolding):
         number = request.number if request is not None else None
         self._check_module(request)
         positional, named = self._form.normalise(args, kwargs)
+        named = self._prepared(named)
         tensors: list[Tensor] = []
         try:
             keyed = self._form.keyed(named)
@@ -302,8 +304,8 @@ class GraphRunner(GraphHolding):
 
     def _prove_by_perturbing(self, entry: Entry, call: Call) -> None:
         """first_use: compares at once, on inputs the capture did not see."""
-        if self.config.verify is False:
-            return
+        if self.config.verify is False or self.options.family is not None:
+            return  # a family's facts hold for the call's own values only: its next call compares
         assert entry.inputs is not None
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -334,10 +336,6 @@ class GraphRunner(GraphHolding):
         return self._miss(entry, call, Reason.OUT_OF_MEMORY, detail)
 
     # Eager.
-    def call_eager(self, *args: object, **kwargs: object) -> object:
-        """The wrapped method itself, as it was before wrapping."""
-        return self.eager(*args, **kwargs)
-
     def _miss(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:
         differs = self._difference(reason, entry.signature)
         return self._fall_back(reason, detail, call.args, call.kwargs, differs)

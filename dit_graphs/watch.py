@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType, MappingProxyType, TracebackType
@@ -24,12 +25,25 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .breaks import BreakSite, call_break
 from .constants import Occurrences, caller_location
+from .op_traits import (
+    Args,
+    Kwargs,
+    OpTraits,
+    iter_tensors,
+    storage_key,
+    storage_parts,
+    traits_of,
+)
+from .origins import Origin, Origins
 
 __all__ = [
+    "Args",
     "BreakPolicy",
     "Handler",
+    "Kwargs",
     "OpTraits",
     "Watch",
+    "assume_known",
     "iter_tensors",
     "load_modes",
     "storage_key",
@@ -39,8 +53,6 @@ __all__ = [
 ]
 
 Function = Callable[..., object]
-Args = tuple[object, ...]
-Kwargs = dict[str, object]
 Handler = Callable[["Watch", Function, Args, Kwargs], object]
 
 
@@ -60,100 +72,6 @@ class BreakPolicy:
         if not traits.is_plain:
             return False
         return any(word in traits.name for word in self.op_words)
-
-
-@dataclass(frozen=True, slots=True)
-class OpTraits:
-    """What the schema says of one ATen op, computed once per op."""
-
-    name: str
-    is_view: bool
-    is_plain: bool
-    writes: tuple[int | str, ...]
-    reads_host: bool
-    is_random: bool
-    is_allocation: bool
-
-    @property
-    def launches(self) -> bool:
-        """Whether the op does device work: views and bare allocations do none."""
-        return not (self.is_view or self.is_allocation)
-
-    def written(self, args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
-        """The tensors this call writes in place."""
-        for place in self.writes:
-            if isinstance(place, str):
-                yield from iter_tensors((kwargs.get(place),))
-            elif place < len(args):
-                yield from iter_tensors((args[place],))
-
-
-_HOST_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_NEVER_HOST_READ = ("aten::nonzero_static",)
-_ALLOCATIONS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-    )
-)
-_ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
-_traits: dict[object, OpTraits] = {}
-
-
-def traits_of(func: torch._ops.OpOverload) -> OpTraits:
-    """The cached traits of an op."""
-    found = _traits.get(func)
-    if found is None:
-        _traits[func] = found = _read_traits(func)
-    return found
-
-
-def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
-    schema = func._schema
-    writes: list[int | str] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            writes.append(argument.name if argument.kwarg_only else position)
-    aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    reads = any(tag in func.tags for tag in _HOST_READ_TAGS)
-    return OpTraits(
-        name=schema.name,
-        is_view=aliased and not writes,
-        is_plain=not aliased,
-        writes=tuple(writes),
-        reads_host=reads and schema.name not in _NEVER_HOST_READ,
-        is_random=torch.Tag.nondeterministic_seeded in func.tags,
-        is_allocation=schema.name in _ALLOCATIONS,
-    )
-
-
-def iter_tensors(values: Iterable[object]) -> Iterable[Tensor]:
-    """Tensors among op arguments: direct, or in lists and tuples."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from iter_tensors(value)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """The address of a tensor's storage; 0 for an empty one."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def storage_parts(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors that own its memory: itself, or what a subclass (a quantised weight) wraps."""
-    flatten = None if type(tensor) in _ORDINARY else getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor
-        return
-    for name in flatten()[0]:
-        yield from storage_parts(getattr(tensor, name))
 
 
 @contextmanager
@@ -210,10 +128,12 @@ class Watch(ABC):
         self.occurrences = Occurrences()
         self.in_break = 0
         self._paths = {id(child): path for path, child in module.named_modules()}
-        self._host_only: set[int] = set()
+        self.origins = Origins()
         self._modes: tuple[_Dispatch, _Functions] | None = None
+        self._token: Token[Watch | None] | None = None
 
     def __enter__(self) -> Watch:
+        self._token = _watching.set(self)
         self._modes = (_Dispatch(self), _Functions(self))
         self._modes[0].__enter__()  # type: ignore[no-untyped-call]
         self._modes[1].__enter__()  # type: ignore[no-untyped-call]
@@ -225,7 +145,8 @@ class Watch(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._modes is not None
+        assert self._modes is not None and self._token is not None
+        _watching.reset(self._token)
         dispatch, functions = self._modes
         self._modes = None  # no cycle: a dead watch must not keep tensors until the collector runs
         functions.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
@@ -243,6 +164,10 @@ class Watch(ABC):
     @abstractmethod
     def constant(self, build: Callable[[], Tensor], source: Callable[[], Tensor]) -> Tensor:
         """`build()` makes a device tensor from the host tensor that `source()` computes."""
+
+    @abstractmethod
+    def known_read(self, name: str, read: Callable[[], object]) -> object:
+        """`read()` gives values of the device that the signature determines."""
 
     @abstractmethod
     def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
@@ -266,11 +191,10 @@ class Watch(ABC):
     # Dispatch level.
     def on_op(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> object:
         traits = traits_of(func)
-        if not self.in_break:
-            if traits.reads_host and self._is_host_read(traits, args, kwargs):
-                self.host_read(traits.name)
-            if self.device.type != "cpu":
-                self._check_devices(traits, args, kwargs)
+        if not self.in_break and self._waits_for_device(traits, args, kwargs):
+            if self.is_known(*iter_tensors((*args, *kwargs.values()))):
+                return self.known_read(traits.name, lambda: func(*args, **kwargs))
+            self.host_read(traits.name)
         self.about_to_run(traits, args, kwargs)
         if not self.in_break and self.policy.op_words and self.policy.is_op_break(traits):
             site = BreakSite("op", traits.name)
@@ -278,9 +202,13 @@ class Watch(ABC):
         else:
             result = func(*args, **kwargs)
             self.ran(traits, args, kwargs, result)
-        if self.device.type == "cpu":
-            self._note_origin(traits, args, kwargs, result)
+        self.origins.note(traits, args, kwargs, result)
         return result
+
+    def _waits_for_device(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> bool:
+        """Whether the host waits for a device value here; reports copies to the device."""
+        reads = traits.reads_host and self._is_host_read(traits, args, kwargs)
+        return (self.device.type != "cpu" and self._check_devices(traits, args, kwargs)) or reads
 
     def is_device(self, tensor: Tensor) -> bool:
         """Whether reading this tensor's values on the host would wait for the device.
@@ -289,7 +217,11 @@ class Watch(ABC):
         """
         if self.device.type != "cpu":
             return tensor.device.type == self.device.type
-        return storage_key(tensor) not in self._host_only
+        return self.origins.of(tensor) is not Origin.HOST
+
+    def is_known(self, *tensors: Tensor) -> bool:
+        """Whether Python and the signature determine these tensors' values."""
+        return all(self.origins.of(tensor) is not Origin.DEVICE for tensor in tensors)
 
     def location(self) -> tuple[str, str]:
         """(path of the innermost watched submodule, `file:line`) of the running code."""
@@ -320,17 +252,17 @@ class Watch(ABC):
         # a masked write of one value is a masked fill: no size is needed on the host
         return not (is_write and isinstance(args[2], Tensor) and args[2].numel() == 1)
 
-    def _check_devices(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
+    def _check_devices(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> bool:
+        """Whether the op copies to the host by itself; copies to the device are reported."""
         tensors = list(iter_tensors((*args, *kwargs.values())))
         here = self.device.type
         on_host = [t for t in tensors if t.device.type == "cpu"]
         target = kwargs.get("device")
         leaves = isinstance(target, torch.device) and target.type == "cpu"
         if leaves and any(t.device.type == here for t in tensors):
-            self.host_read(traits.name)
-            return
+            return True
         if not on_host:
-            return
+            return False
         arrives = isinstance(target, torch.device) and target.type == here
         mixed = len(on_host) < len(tensors)
         copies = traits.name in ("aten::copy_", "aten::copy") or (
@@ -344,18 +276,19 @@ class Watch(ABC):
         elif mixed:
             for scalar in on_host:
                 self.constant(lambda s=scalar: s, lambda s=scalar: s)  # type: ignore[misc]
+        return False
 
-    def _note_origin(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
-        inputs = list(iter_tensors((*args, *kwargs.values())))
-        keys = {storage_key(t) for t in inputs}
-        fresh = traits.name in ("aten::lift_fresh", "aten::lift_fresh_copy")
-        pure = fresh or (not traits.is_random and keys <= self._host_only)
-        outputs = [result] if isinstance(result, Tensor) else result
-        if not isinstance(outputs, (list, tuple)):
-            return
-        for tensor in iter_tensors(outputs):
-            key = storage_key(tensor)
-            if pure:
-                self._host_only.add(key)
-            else:
-                self._host_only.discard(key)
+
+_watching: ContextVar[Watch | None] = ContextVar("dit_graphs_watch", default=None)
+
+
+def assume_known(*tensors: Tensor) -> None:
+    """Host reads of these tensors, and of what follows from them alone, belong to the recording.
+
+    Whoever calls this inside a forward puts what is read of them into the signature. Outside an
+    observation or capture it does nothing.
+    """
+    watch = _watching.get()
+    if watch is not None:
+        for tensor in tensors:
+            watch.origins.set(tensor, Origin.KNOWN)

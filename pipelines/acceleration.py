@@ -30,6 +30,7 @@ from dit_graphs.wrapping import break_policy, check_wrappable
 
 from .attachments import state_guard
 from .components import Component, components_of, describe_denoiser, parts_of
+from .families import family_of
 from .installed import InstalledPart, InstalledRunner, wrap_part
 from .mutators import PIPELINE_MUTATORS, listen
 from .step_caches import StepCache
@@ -106,6 +107,7 @@ class Acceleration:
             guard=state_guard(part.module, serves_caches=carries),
             describe=describe_denoiser if carries else None,
             carried=StepCache(part.module) if carries else None,
+            family=family_of(part.module, part.method),
         )
         try:
             made = wrap_part(part, self.config, options, self)

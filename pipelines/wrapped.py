@@ -17,6 +17,7 @@ from dit_graphs.runner import RunnerOptions
 from dit_graphs.wrapping import break_policy, wrap_with
 
 from .attachments import state_guard
+from .families import family_of
 from .outputs import know_distributions
 from .step_caches import StepCache
 
@@ -51,6 +52,7 @@ def wrap(
         policy=break_policy(config),
         guard=state_guard(module, serves_caches=carried is not None),
         carried=carried,
+        family=family_of(module, method),
     )
     wrap_with(module, config, options, method=method)
     return module

@@ -1,0 +1,120 @@
+"""Owns what the schema says of an ATen op, and the finding of tensors among its arguments.
+
+Must never know graphs or modes. The surprising fact: whether an op reads its inputs on the host is
+in its tags, except for indexing with a mask, which looks like indexing with numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Args",
+    "Kwargs",
+    "OpTraits",
+    "iter_tensors",
+    "storage_key",
+    "storage_parts",
+    "traits_of",
+]
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """What the schema says of one ATen op, computed once per op."""
+
+    name: str
+    is_view: bool
+    is_plain: bool
+    writes: tuple[int | str, ...]
+    reads_host: bool
+    is_random: bool
+    is_allocation: bool
+
+    @property
+    def launches(self) -> bool:
+        """Whether the op does device work: views and bare allocations do none."""
+        return not (self.is_view or self.is_allocation)
+
+    def written(self, args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
+        """The tensors this call writes in place."""
+        for place in self.writes:
+            if isinstance(place, str):
+                yield from iter_tensors((kwargs.get(place),))
+            elif place < len(args):
+                yield from iter_tensors((args[place],))
+
+
+_HOST_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_NEVER_HOST_READ = ("aten::nonzero_static",)
+_ALLOCATIONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    )
+)
+_ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
+_traits: dict[object, OpTraits] = {}
+
+
+def traits_of(func: torch._ops.OpOverload) -> OpTraits:
+    """The cached traits of an op."""
+    found = _traits.get(func)
+    if found is None:
+        _traits[func] = found = _read_traits(func)
+    return found
+
+
+def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
+    schema = func._schema
+    writes: list[int | str] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes.append(argument.name if argument.kwarg_only else position)
+    aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    reads = any(tag in func.tags for tag in _HOST_READ_TAGS)
+    return OpTraits(
+        name=schema.name,
+        is_view=aliased and not writes,
+        is_plain=not aliased,
+        writes=tuple(writes),
+        reads_host=reads and schema.name not in _NEVER_HOST_READ,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        is_allocation=schema.name in _ALLOCATIONS,
+    )
+
+
+def iter_tensors(values: Iterable[object]) -> Iterable[Tensor]:
+    """Tensors among op arguments: direct, or in lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from iter_tensors(value)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The address of a tensor's storage; 0 for an empty one."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def storage_parts(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors that own its memory: itself, or what a subclass (a quantised weight) wraps."""
+    flatten = None if type(tensor) in _ORDINARY else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from storage_parts(getattr(tensor, name))

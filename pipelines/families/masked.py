@@ -1,0 +1,71 @@
+"""Owns the families whose forward reads masks and positions on the host, and nothing else.
+
+Must never know graphs. The surprising fact: that is all most of them need. Where a prompt ends is a
+fact of its mask; with the fact in the signature every length, index and branch that follows from it
+is the same on every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from .base import Fact, ModelFamily, layout, same_bytes
+
+__all__ = [
+    "BriaFibo2",
+    "FramePack",
+    "GlmImage",
+    "HunyuanImage",
+    "HunyuanVideo15",
+    "PromptMask",
+    "QwenImage21",
+]
+
+
+def _is_empty(image_embeds: Tensor) -> bool:
+    """Text-to-video passes zeros, and the forward asks whether they are."""
+    return not bool(image_embeds.any())  # sync: once per request
+
+
+class PromptMask(ModelFamily):
+    """Lumina 2 cuts each sample's prompt to its length; Mochi gathers the valid tokens."""
+
+    known: ClassVar[Mapping[str, Fact]] = {"encoder_attention_mask": layout}
+
+
+class FramePack(PromptMask):
+    """HunyuanVideo FramePack cuts the prompt of a single sample to its length."""
+
+
+class BriaFibo2(PromptMask):
+    """The number of gist tokens follows from the prompts' lengths."""
+
+
+class HunyuanImage(ModelFamily):
+    """Tokens of two encoders are sorted: valid ones first."""
+
+    known: ClassVar[Mapping[str, Fact]] = {
+        "encoder_attention_mask": layout,
+        "encoder_attention_mask_2": layout,
+    }
+
+
+class HunyuanVideo15(ModelFamily):
+    """As HunyuanImage; and an image that is all zeros means text-to-video."""
+
+    known: ClassVar[Mapping[str, Fact]] = {**HunyuanImage.known, "image_embeds": _is_empty}
+
+
+class GlmImage(ModelFamily):
+    """Samples whose prior is dropped are picked by a mask."""
+
+    known: ClassVar[Mapping[str, Fact]] = {"prior_token_drop": layout}
+
+
+class QwenImage21(ModelFamily):
+    """The order of text and image tokens is read from the image mask."""
+
+    known: ClassVar[Mapping[str, Fact]] = {"img_mask": same_bytes}
