@@ -8,14 +8,11 @@ frame of the call or with the bar.
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import TypeVar
 
 from torch import nn
@@ -32,6 +29,7 @@ from .attachments import state_guard
 from .components import Component, components_of, describe_denoiser, parts_of
 from .families import family_of
 from .installed import InstalledPart, InstalledRunner, wrap_part
+from .loops import bar_owners, opening_frame
 from .mutators import PIPELINE_MUTATORS, listen
 from .step_caches import StepCache
 
@@ -93,8 +91,10 @@ class Acceleration:
         if self.runners and all(r.backend == "none" for r in self.runners.values()):
             log.warning("no part is on a CUDA device: every call stays eager (%s)", Reason.NO_CUDA)
         if not isinstance(self.target, (nn.Module, Mapping)):
-            self._override("progress_bar", self._on_progress_bar)
-            self._override("maybe_free_model_hooks", self._on_end)
+            for owner in bar_owners(self.target):
+                self._override(owner, "progress_bar", self._on_progress_bar)
+            if callable(getattr(self.target, "maybe_free_model_hooks", None)):
+                self._override(self.target, "maybe_free_model_hooks", self._on_end)
             self._overrides.extend(listen(self.target, PIPELINE_MUTATORS, self))
 
     def _wrap(self, part: Component) -> None:
@@ -135,9 +135,12 @@ class Acceleration:
         self._adopted.add(part.label)
 
     def _override(
-        self, name: str, make: Callable[[Callable[..., object]], Callable[..., object]]
+        self,
+        owner: object,
+        name: str,
+        make: Callable[[Callable[..., object]], Callable[..., object]],
     ) -> None:
-        override = MethodOverride(self.target, name)
+        override = MethodOverride(owner, name)
         override.serve = make(override.original)
         override.put(self)
         self._overrides.append(override)
@@ -233,29 +236,6 @@ def _tell(marks: dict[str, tuple[InstalledRunner, Mark]]) -> None:
         if not line.startswith("0/0"):
             kind = "cuda graph" if runner.device.type == "cuda" else "cpu recorder"
             log.info("%s %s: %s", label, kind, line)
-
-
-def opening_frame(target: object) -> FrameType:
-    """The pipeline call that is running here; where none is, whoever called us."""
-    code = (
-        getattr(inspect.unwrap(type(target).__call__), "__code__", None)
-        if callable(target)
-        else None
-    )
-    outside: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return frame
-        if outside is None and not _is_of_this_package(frame):
-            outside = frame
-        frame = frame.f_back
-    return outside if outside is not None else sys._getframe(1)
-
-
-def _is_of_this_package(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _no_acceleration() -> None:

@@ -40,7 +40,7 @@ def warmup(target: object, calls: Sequence[Mapping[str, object]], **common: obje
     if acceleration is None or not callable(target):
         raise ConfigError("warmup() needs an accelerated pipeline: call accelerate() first")
     acceleration.follow_pipeline()
-    names = inspect.signature(type(target).__call__).parameters
+    names = _argument_names(target)
     prepared = [_prepare(names, {**common, **call}) for call in calls]
     if len(prepared) > 1:
         sizes = [_size(acceleration, target, call) for call in prepared]
@@ -112,10 +112,17 @@ def _numel(value: object) -> int:
     return sum(found)
 
 
-def _prepare(names: Mapping[str, object], call: dict[str, object]) -> dict[str, object]:
+def _argument_names(target: Callable[..., object]) -> list[str]:
+    """What a call of the pipeline takes; of a modular one, what its blocks read."""
+    names = list(inspect.signature(type(target).__call__).parameters)[1:]
+    blocks = vars(target).get("_blocks")
+    return [*names, *getattr(blocks, "input_names", ())]
+
+
+def _prepare(names: Sequence[str], call: dict[str, object]) -> dict[str, object]:
     unknown = [name for name in call if name not in names]
     if unknown:
-        raise ConfigError(f"warmup: the pipeline takes no {unknown}; it takes {list(names)[1:]}")
+        raise ConfigError(f"warmup: the pipeline takes no {unknown}; it takes {names}")
     defaults: dict[str, object] = {
         "prompt": "warm-up",
         "num_inference_steps": 2,
