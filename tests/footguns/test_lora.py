@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loras import lora
 from pair import Pair
 from peft import LoraConfig
+
+from benchmarks.adapters import lora
 
 NAME = "flux"
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

@@ -9,8 +9,9 @@ import diffusers
 import pytest
 import tiny
 import torch
-from loras import lora
 from pair import Pair
+
+from benchmarks.adapters import lora
 
 
 def _enable(make):
