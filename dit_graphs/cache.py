@@ -81,6 +81,7 @@ class Entry:
     replay_ms: float | None = None
     capture_ms: float = 0.0
     attempts: int = 0
+    chances: int = 0  # how often what forbade a graph was taken back
     drops: int = 0
     blocked: tuple[Reason, str] | None = None
     retry_after: int = 0
@@ -107,6 +108,7 @@ class Entry:
     def unblock(self) -> None:
         """What forbade a graph may be gone: the signature is as if seen once."""
         self.state, self.blocked, self.retry_after = State.SEEN, None, 0
+        self.chances += 1
 
     def hand_out(self) -> object:
         """The recording's output, cloned in the caller's mode."""
@@ -231,12 +233,20 @@ class GraphCache:
         return entry
 
     def unblock_all(self) -> None:
-        """The weights are others: what they forbade is tried again, as far as signatures return."""
+        """The weights are others: what they forbade is tried again, as far as signatures return.
+
+        At once where that is the first time, then after ever more uses: some modules set a tensor
+        in every call, and neither a failing capture nor an offloaded weight gets better by that.
+        """
         for plan in self.plans.values():
             plan.stuck = 0
         for entry in self.entries.values():
-            # an address that changes in every call does not stop because it has changed
-            if entry.blocked is not None and entry.blocked[0] is not Reason.OFFLOAD:
+            if entry.blocked is None or entry.blocked[0] is Reason.OFFLOAD:
+                continue
+            if entry.chances:
+                soon = entry.uses + 2 ** min(entry.chances, _MAX_CAUTION)
+                entry.retry_after = min(entry.retry_after or soon, soon)
+            else:
                 entry.unblock()
                 entry.attempts = entry.drops = 0
 

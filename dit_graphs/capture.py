@@ -314,13 +314,16 @@ class Capturer:
             python = PythonState(self.forward.module)
             random = self.state.random_state()
             drawn = [(generator, generator.get_state()) for generator in observation.generators]
+            changed: list[str] = []
             try:
                 if self.state.needs_trial and not entry.plan.has_captured and name != "debug":
                     backend.capture(forward, replace(plan, is_trial=True)).close()
                     self.state.reclaim()  # the scratch pool's memory serves the shared one
-                entry.recording = backend.capture(forward, plan)
+                    changed += python.restore()  # of every pass by itself: two undo a toggle
+                if not changed:
+                    entry.recording = backend.capture(forward, plan)
             finally:
-                changed = python.restore()
+                changed += python.restore()
                 # host generators advance while capturing: the forward's Python runs once more
                 self.state.set_random_state(random)
                 for generator, before in drawn:

@@ -296,7 +296,7 @@ class GraphRunner(GraphHolding):
 
     def _accept(self, entry: Entry, verdict: Verdict) -> None:
         """The graph was equal: it serves from now on, unless it saves nothing."""
-        entry.state = State.READY
+        entry.state, entry.chances = State.READY, 0
         entry.replay_ms, entry.eager_ms = verdict.replay_ms, verdict.eager_ms
         if entry.recording is not None and entry.recording.nbytes > _LARGE_BYTES:
             self.state.reclaim()  # eager's activations are not needed beside the graph's

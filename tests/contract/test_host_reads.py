@@ -259,6 +259,26 @@ def test_other_weights_are_looked_at_afresh(segmenting: Where) -> None:
     assert twin.until_replayed(lambda i: (segmenting.randn(4, 8, seed=i),)) == 3
 
 
+def test_an_attribute_that_is_new_in_every_call_makes_no_storm_of_passes(segmenting: Where) -> None:
+    """Each new tensor is "other weights", after which a refusal is taken back: not every time."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.ones(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale * x.max().item()
+
+    twin = Twin(Reads(), segmenting)
+    for index in range(64):
+        for module in (twin.module, twin.plain):
+            module.scale = torch.full((8,), float(index), device=segmenting.device)
+        twin(segmenting.randn(3, 8, seed=index))
+    assert twin.replays == 0
+    assert twin.fallbacks["host_read"] > 50, twin.fallbacks
+
+
 def test_debug_runs_host_reads_as_they_are() -> None:
     twin = Twin(Reader(_READS["if"]), Where("debug", torch.device("cpu")))
     with torch.no_grad():

@@ -115,8 +115,10 @@ def test_b27_b30_offload_of_a_whole_pipeline(kind: str, when: str) -> None:
     for seed in range(3):
         for size in (32, 48):
             pair.latents(seed=seed, size=size)
-    components = pair.components()
-    assert sum(part["replays"] for part in components.values()) == replays
+    # group offload is the transformer's alone; the others keep their graphs
+    parts = pair.components().items()
+    offloaded = [part for name, part in parts if name == "denoiser" or not kind.startswith("group")]
+    assert sum(part["replays"] for part in offloaded) == replays
 
 
 def test_freeu_is_part_of_the_key() -> None:
