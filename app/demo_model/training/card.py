@@ -92,7 +92,8 @@ pictures, by flow matching plus 0.1 × the language loss of "short prompt → lo
 {processes}
 
 The weights here are those of the autoencoder at the end of the first process and the moving average
-of the rest at the end of the last. Their whole log is [training/log.jsonl](training/log.jsonl).
+of the rest at the end of the last, which went on where the one before it stopped. Their whole log
+is [training/log.jsonl](training/log.jsonl).
 
 ## What was measured
 
