@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from pair import Pair
-from peft import LoraConfig
+from peft import IA3Config, LoHaConfig, LoraConfig
 
 from benchmarks.adapters import lora
 
@@ -150,6 +150,36 @@ def test_b22_strength_zero_is_no_adapter_and_half_is_neither(rslora: bool) -> No
     whole = pair.latents()
     assert not torch.equal(half, whole)
     assert not torch.allclose(half, base, atol=1e-3)
+
+
+_OTHER_KINDS = {
+    "DoRA": lambda: LoraConfig(r=4, target_modules=["to_q", "to_v"], use_dora=True),
+    "LoHa": lambda: LoHaConfig(r=4, target_modules=["to_q", "to_v"]),
+    "IA3": lambda: IA3Config(target_modules=["to_q", "to_v"], feedforward_modules=[]),
+}
+
+
+@pytest.mark.parametrize("kind", _OTHER_KINDS)
+def test_other_kinds_of_adapters(kind: str) -> None:
+    """Magnitudes, products and factors instead of two projections: all are weights of the tree."""
+    pair = Pair(NAME)
+    base = pair.latents()
+
+    def add(pipe: object) -> None:
+        pipe.transformer.add_adapter(_OTHER_KINDS[kind](), adapter_name="a")
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in pipe.transformer.named_parameters():
+                if ".a." in name or name.endswith(".a"):
+                    parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.1)
+
+    pair.both(add)
+    adapted = pair.latents()
+    assert not torch.equal(adapted, base)
+    assert torch.equal(pair.latents(), adapted)
+    pair.both(lambda pipe: pipe.transformer.disable_adapters())
+    pair.latents()
+    assert pair.replays >= 4
 
 
 def test_b23_each_expert_of_wan_2_2_has_adapters_of_its_own() -> None:
