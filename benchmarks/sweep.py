@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import re
 import sys
 import time
@@ -26,6 +27,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
+
+# Before diffusers, which asks for CUDA when imported: the driver's answer would forbid it to forks.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 from torch import Tensor, nn
@@ -79,13 +83,24 @@ class _Side:
 
     def arguments(self, seed: int, batch: int, width: int) -> Tree:
         """Drawn arguments on the device; a generator is this side's own."""
+        drawn = self._placed(self.case.draw(seed, batch, width))
+        assert isinstance(drawn, dict)
+        return drawn
 
-        def place(leaf: object) -> object:
-            if isinstance(leaf, Tensor):
-                return leaf.to(self.device)
-            return self.generator if isinstance(leaf, torch.Generator) else leaf
-
-        return cast(Tree, tree_map(place, self.case.draw(seed, batch, width)))
+    def _placed(self, value: object) -> object:
+        if isinstance(value, Tensor):
+            return value.to(self.device)
+        if isinstance(value, torch.Generator):
+            return self.generator
+        if type(value).__module__.startswith("diffusers."):  # a key-value cache, drawn anew
+            for name, held in vars(value).items():
+                setattr(value, name, self._placed(held))
+            return value
+        if isinstance(value, list | tuple):
+            return type(value)(self._placed(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._placed(item) for key, item in value.items()}
+        return value
 
     def __call__(self, arguments: Tree) -> object:
         call: Callable[..., object] = getattr(self.module, self.case.method)

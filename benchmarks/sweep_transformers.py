@@ -11,6 +11,7 @@ import torch
 from diffusers.models.transformers.transformer_sana_wm_refiner import (
     SanaWMLTX2AudioVideoRotaryPosEmbed,
 )
+from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import Tensor
 
 from benchmarks.sweep_cases import Case, Draw, Skipped, Tree
@@ -89,19 +90,22 @@ def _fibo2(draw: Draw, batch: int, width: int) -> Tree:
 
 
 def _wan_animate2(draw: Draw, batch: int, width: int) -> Tree:
-    """The pass over the driving video, which fills the key-value cache; one sample per call."""
-    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
-
+    """A denoising step: 5 frames and their reference, whose keys and values are given."""
+    cache = WanAnimate2KVCache(2)
+    for layer in cache.layer_caches:
+        layer.store(draw(1, 8 * width, 2, 16), draw(1, 8 * width, 2, 16))
     return {
-        "hidden_states": [draw(16, 2, 4, 4 * width)],
-        "timestep": torch.ones(1),
+        "hidden_states": [draw(16, 3, 4, 4 * width)],
+        "timestep": draw.step(1).float(),
         "encoder_hidden_states": [draw(8, 32)],
-        "condition_latents": [draw(20, 2, 4, 4 * width)],
+        "condition_latents": [draw(20, 3, 4, 4 * width)],
         "encoder_hidden_states_image": draw(1, 4, 1280),
-        "kv_cache": WanAnimate2KVCache(2),
-        "kv_cache_mode": "extract",
-        "seq_len": 8 * width,
-        "offset_grid_sizes": torch.tensor([[2, 2, 2 * width]]),
+        "kv_cache": cache,
+        "kv_cache_mode": "cached",
+        "seq_len": 12 * width,
+        "reference_grid_sizes": torch.tensor([[2, 2, 2 * width]]),
+        "origin_len": 5,
+        "origin_area": [32, 32 * width],
     }
 
 

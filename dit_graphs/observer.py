@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .breaks import BreakResult, BreakSite, RecordedBreak, call_break, handling_breaks
 from .constants import ConstantTable, caller_location
 from .errors import CaptureAborted, Reason
+from .flex import breaking_flex_attention
 from .host_functions import HANDLERS
 from .origins import Origin
 from .tree import UnknownLeaf, freeze
@@ -297,8 +298,9 @@ class Guard(Watch):
 
 @contextmanager
 def breaking_modules(module: nn.Module, paths: tuple[str, ...]) -> Iterator[None]:
-    """Inside, calls of the named submodules are breaks."""
+    """Inside, calls of the named submodules are breaks, and so is flex attention."""
     with ExitStack() as stack:
+        stack.enter_context(breaking_flex_attention())
         for path in paths:
             stack.enter_context(_breaking(module.get_submodule(path), path))
         yield

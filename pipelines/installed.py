@@ -22,7 +22,7 @@ from dit_graphs.wrapping import check_wrappable, let_go, wrap_with
 
 from .components import Component
 from .mutators import MODULE_MUTATORS, Listener, Overheard, listen
-from .outputs import know_distributions
+from .outputs import know_holders
 
 __all__ = ["InstalledPart", "InstalledRunner", "wrap_part"]
 
@@ -104,7 +104,7 @@ def wrap_part(
 
     Raises `ConfigError` with the part untouched.
     """
-    know_distributions(part.module)
+    know_holders(part.module)
     intercept = find_intercept(part.module, part.method)
     if part.role != "text_encoder":
         wrap_with(part.module, config, options, method=part.method, user=user)

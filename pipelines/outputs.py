@@ -1,7 +1,8 @@
-"""Owns what VAEs return besides tensors: distributions, to be sampled by the pipeline.
+"""Owns what models take and return besides tensors: distributions and key-value caches.
 
-Must never know graphs. The surprising fact: a distribution is a plain holder of tensors, so a
-replayed `encode` hands out an equal one, and `sample(generator)` draws what eager's would.
+Must never know graphs. The surprising fact: both are plain holders of tensors. A replayed `encode`
+hands out an equal distribution, and `sample(generator)` draws what eager's would; a filled cache is
+as many inputs as it has tensors. A call that fills one changes an argument, and stays eager.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from torch import nn
 
 from dit_graphs.tree import register_parts
 
-__all__ = ["know_distributions"]
+__all__ = ["know_holders"]
 
 
-def know_distributions(module: nn.Module) -> None:
-    """Results of `module` may hold the distributions of diffusers that its code works with."""
+def know_holders(module: nn.Module) -> None:
+    """Calls of `module` may hold the distributions and caches of diffusers its code works with."""
     home = sys.modules.get(type(module).__module__)
     for kind in list(vars(home).values()) if home is not None else ():
-        if isinstance(kind, type) and _is_distribution(kind):
+        if isinstance(kind, type) and _is_holder(kind):
             register_parts(kind)
 
 
-def _is_distribution(kind: type) -> bool:
-    return kind.__module__.startswith("diffusers.") and kind.__name__.endswith("Distribution")
+def _is_holder(kind: type) -> bool:
+    is_named_so = kind.__name__.endswith(("Distribution", "KVCache", "KVLayerCache"))
+    return is_named_so and kind.__module__.startswith("diffusers.")

@@ -18,7 +18,7 @@ from dit_graphs.wrapping import break_policy, wrap_with
 
 from .attachments import state_guard
 from .families import family_of
-from .outputs import know_distributions
+from .outputs import know_holders
 from .step_caches import StepCache
 
 __all__ = ["wrap"]
@@ -44,7 +44,7 @@ def wrap(
     config = (config or GraphConfig()).with_overrides(**overrides)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
-    know_distributions(module)
+    know_holders(module)
     carried = StepCache(module) if method == "forward" else None
     options = RunnerOptions(
         key=key,

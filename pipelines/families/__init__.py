@@ -20,12 +20,15 @@ __all__ = ["FAMILIES", "family_of"]
 FAMILIES: dict[str, tuple[str, str]] = {
     "BriaFibo2Transformer2DModel": ("masked", "BriaFibo2"),
     "GlmImageTransformer2DModel": ("masked", "GlmImage"),
+    "HiDreamImageTransformer2DModel": ("hidream", "HiDream"),
     "HunyuanImageTransformer2DModel": ("masked", "HunyuanImage"),
     "HunyuanVideo15Transformer3DModel": ("masked", "HunyuanVideo15"),
     "HunyuanVideoFramepackTransformer3DModel": ("masked", "FramePack"),
     "Lumina2Transformer2DModel": ("masked", "PromptMask"),
     "MochiTransformer3DModel": ("masked", "PromptMask"),
+    "OmniGenTransformer2DModel": ("omnigen", "OmniGen"),
     "QwenImage21Transformer2DModel": ("masked", "QwenImage21"),
+    "WanAnimate2Transformer3DModel": ("masked", "WanAnimate2"),
 }
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "HunyuanVideo15",
     "PromptMask",
     "QwenImage21",
+    "WanAnimate2",
 ]
 
 
@@ -63,6 +64,15 @@ class GlmImage(ModelFamily):
     """Samples whose prior is dropped are picked by a mask."""
 
     known: ClassVar[Mapping[str, Fact]] = {"prior_token_drop": layout}
+
+
+class WanAnimate2(ModelFamily):
+    """Patch grids come as small tensors; every layer asks for their sides."""
+
+    known: ClassVar[Mapping[str, Fact]] = {
+        "offset_grid_sizes": same_bytes,
+        "reference_grid_sizes": same_bytes,
+    }
 
 
 class QwenImage21(ModelFamily):
