@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["BreakFailed", "CaptureAborted", "ConfigError", "FallbackError", "GraphError", "Reason"]
+__all__ = [
+    "BreakFailed",
+    "CaptureAborted",
+    "ConfigError",
+    "FallbackError",
+    "GraphError",
+    "Reason",
+    "forget_refusals",
+]
 
 
 class Reason(str, Enum):
@@ -146,3 +154,12 @@ class BreakFailed(GraphError):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+
+def forget_refusals(error: BaseException) -> None:
+    """The model's own error no longer says that it came while one of ours was being handled."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen.__context__, (CaptureAborted, BreakFailed)):
+            seen.__context__ = None
+        seen = seen.__context__

@@ -28,7 +28,7 @@ from .calls import (
 from .capture import Capturer, Forward
 from .config import GraphConfig
 from .counters import RunnerStats, log
-from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
+from .errors import BreakFailed, CaptureAborted, FallbackError, Reason, forget_refusals
 from .holding import GraphHolding
 from .memory import device_state
 from .module_watch import ModuleWatch
@@ -351,7 +351,7 @@ class GraphRunner(GraphHolding):
         self.stats.count_eager(reason, detail, differs)
         self._watch.ran_eager = True
         if self.config.strict and reason not in _ASKED_FOR:
-            raise FallbackError(reason, detail)
+            raise FallbackError(reason, detail) from None
         try:
             return self.call_eager(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -363,6 +363,9 @@ class GraphRunner(GraphHolding):
                 self.stats.component, held >> 20,
             )  # fmt: skip
             self.stats.count_eager(Reason.OUT_OF_MEMORY, f"{held >> 20} MiB of graphs released")
+        except Exception as error:
+            forget_refusals(error)
+            raise
         return self.call_eager(*args, **kwargs)
 
     # Keeping the graphs true.

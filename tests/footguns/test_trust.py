@@ -137,6 +137,24 @@ def test_strict_raises_what_explain_prints(reason: str) -> None:
         module(*make(9))
 
 
+def test_the_models_own_error_says_nothing_of_a_refused_graph() -> None:
+    """An eager call because of an unknown argument, and the model itself fails: one traceback."""
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor, options: object) -> Tensor:
+            try:
+                raise KeyError("the model's")
+            except KeyError:
+                raise ValueError("no such option") from None
+
+    module = Fails()
+    dit_graphs.wrap(module, backend="recorded")
+    with torch.no_grad(), pytest.raises(ValueError, match="no such option") as caught:
+        module(torch.ones(2), object())
+    assert isinstance(caught.value.__context__, KeyError), "its own history stays"
+    assert caught.value.__context__.__context__ is None
+
+
 def test_strict_raises_for_a_pipeline_with_what_explain_prints() -> None:
     pipe = tiny.build("flux")
     dit_graphs.accelerate(pipe, backend="recorded", strict=True, components=("denoiser",))
