@@ -185,7 +185,7 @@ def test_fused_projections_are_another_tree() -> None:
 @pytest.mark.parametrize("tiling", [True, False])
 def test_tiling_of_the_vae_is_part_of_its_key(tiling: bool) -> None:
     """The same latents, decoded whole or in tiles: not the same pixels."""
-    pair = Pair("sdxl")
+    pair = Pair("sdxl", components=("vae",))
     for _ in range(2):
         for on in (tiling, not tiling):
             pair.both(
@@ -204,7 +204,7 @@ def test_tiling_of_the_vae_is_part_of_its_key(tiling: bool) -> None:
 
 def test_b58_a_vae_cast_up_for_each_decode() -> None:
     """SDXL's upcast: float32 for the decode, back to half afterwards, on every image."""
-    pair = Pair("sdxl")
+    pair = Pair("sdxl", components=("vae",))
     for seed in range(3):
         latents = torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(seed))
         for dtype in (torch.float32, torch.bfloat16):

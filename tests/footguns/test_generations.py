@@ -27,14 +27,16 @@ def test_b48_sizes_steps_guidance_and_numbers_of_images_in_turn() -> None:
 
 
 def test_b49_lists_of_prompts_of_other_lengths() -> None:
-    """Z-Image gets lists of tensors: how many there are and how long each is belongs to the key."""
+    """Z-Image gets lists of tensors: how many there are belongs to the key, and how long each is in
+    multiples of 32 (the longest one here is beyond the first)."""
     pair = Pair("z-image")
     short, longer, longest = "a heart", "a red heart on white", "a red heart on a white table, soft"
     batches = [[short], [longer, short], [short, longer], [longest, short, longer], [short, short]]
-    for prompts in (*batches, *batches):
+    for prompts in (*batches, *batches[1:3]):
         pair.latents(prompt=prompts, negative_prompt=["blue"] * len(prompts), steps=3)
     pair.latents(prompt=[longer], negative_prompt=["blue"], num_images_per_prompt=2, steps=3)
-    assert pair.captures == len(pair.component()["graphs"]) == 6
+    # one sample, two, three of which one is long, and two pictures of one prompt
+    assert pair.captures == len(pair.component()["graphs"]) == 4
     assert set(pair.component()["fallbacks"]) == {"warming_up"}
 
 

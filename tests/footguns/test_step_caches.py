@@ -70,13 +70,13 @@ def test_b55_first_block_cache_runs_from_one_graph_per_branch() -> None:
     """Both decisions, again and again, and each block that a decision skips is skipped."""
     pair = Pair("flux", prepare=_enable(lambda: _first_block(THRESHOLDS["flux"])))
     decided = Decisions(pair.plain)
-    found = [pair.reasons_of(1, steps=12, seed=seed) for seed in range(6)]
-    assert 20 <= decided.computed.count(False) <= 50  # of 72
+    found = [pair.reasons_of(1, steps=12, seed=seed) for seed in range(5)]
+    assert 15 <= decided.computed.count(False) <= 45  # of 60
     assert set().union(*found) == {"warming_up"}
     # plain, observed and compared; and one more where a first guess fell the other way
     assert sum(reasons.get("warming_up", 0) for reasons in found) <= 12
     assert found[-1] == found[-2] == {}
-    assert pair.replays >= 60
+    assert pair.replays >= 45
     graphs = pair.component()["graphs"]
     # without a residual to compare with, the first step decides nothing
     assert sorted(graph["breaks"] for graph in graphs) == [0, 1, 1]
@@ -110,7 +110,7 @@ def test_b55_sizes_in_turn_a_cancelled_run_and_a_failed_one() -> None:
             raise RuntimeError("in the loop")
         return rest[-1]
 
-    for seed in range(3):
+    for seed in range(2):
         for size in (32, 48, 32):
             pair.latents(size=size, steps=8, seed=seed)
         pair.latents(steps=8, seed=seed, callback_on_step_end=stop)
@@ -118,7 +118,7 @@ def test_b55_sizes_in_turn_a_cancelled_run_and_a_failed_one() -> None:
             with pytest.raises(RuntimeError, match="in the loop"):
                 pair.call(pipe, steps=8, seed=seed, callback_on_step_end=fail)
         pair.latents(steps=8, seed=seed)
-    assert pair.replays >= 60
+    assert pair.replays >= 40
 
 
 @pytest.mark.parametrize("make", [lambda: _first_block(THRESHOLDS["flux"]), _magnitude])
@@ -168,12 +168,12 @@ def test_b55_switched_on_and_off_between_graphs() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"backend": "debug"},
         {"capture": "first_use"},
-        {"verify": "always"},
         {"verify": False},
         {"max_graphs": 2},
-        {"backend": "auto"},
+        pytest.param({"backend": "debug"}, marks=pytest.mark.slow),
+        pytest.param({"verify": "always"}, marks=pytest.mark.slow),
+        pytest.param({"backend": "auto"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -20,7 +20,8 @@ __all__ = ["Pair"]
 class Pair:
     """Two equal pipelines of one family on the CPU (or `device`); `fast` is accelerated.
 
-    `prepare` is applied to both before `accelerate`. Every other keyword is a field of the config.
+    `prepare` is applied to both before `accelerate`. Every other keyword is a field of the config;
+    only the denoisers get graphs unless `components` says otherwise.
     """
 
     def __init__(
@@ -38,7 +39,12 @@ class Pair:
         if prepare is not None:
             self.both(prepare)
         dit_graphs.accelerate(
-            self.fast, **{"backend": "recorded" if device == "cpu" else "breakable", **config}
+            self.fast,
+            **{
+                "backend": "recorded" if device == "cpu" else "breakable",
+                "components": ("denoiser",),
+                **config,
+            },
         )
 
     def both(self, change: Callable[[object], object]) -> None:
