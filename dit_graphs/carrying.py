@@ -35,10 +35,13 @@ class _Pure:
     def __call__(self, *args: object, **kwargs: object) -> object:
         if _STATE not in kwargs:
             return self.__wrapped__(*args, **kwargs)
-        self._carried.put(kwargs.pop(_STATE))
+        state = kwargs.pop(_STATE)
+        self._carried.put(state)
         with self._carried.deciding():
             result = self.__wrapped__(*args, **kwargs)
-        return result, self._carried.take()
+        after = self._carried.take()
+        self._carried.put(state)  # what a capture produced lies in a graph's memory
+        return result, after
 
 
 class CarryingRunner(GraphRunner):
