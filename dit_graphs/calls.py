@@ -25,6 +25,7 @@ __all__ = [
     "Carried",
     "Eager",
     "Family",
+    "Padding",
     "RunnerOptions",
     "check_tensors",
     "device_of",
@@ -76,6 +77,16 @@ class Family(Protocol):
         """The forward's result for prepared arguments."""
 
 
+class Padding(Protocol):
+    """What makes calls of other sizes one signature, at the price of other bits."""
+
+    def pad(self, named: dict[str, object], eager: Eager) -> dict[str, object]:
+        """The arguments of the padded call; eager calls get them as well."""
+
+    def report(self) -> list[dict[str, object]]:
+        """What padding was measured to change, JSON-serialisable."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
     """What a runner is told about its method besides the config."""
@@ -89,6 +100,7 @@ class RunnerOptions:
     describe: Callable[[Signature], str] | None = None
     carried: Carried | None = None
     family: Family | None = None
+    padding: Padding | None = None
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from .intercept import Intercept
 from .memory import DeviceState
 from .module_watch import ModuleWatch
 from .request_scope import current_request
-from .signature import Signature
+from .signature import CallForm, Signature
 from .worth import MOSTLY_EAGER, Worth, expected_speedup
 
 __all__ = ["GraphHolding"]
@@ -44,6 +44,7 @@ class GraphHolding:
     eager: Eager
     guests: dict[object, RunnerOptions]
     intercept: Intercept | None
+    _form: CallForm
     _watch: ModuleWatch
     _capturer: Capturer
 
@@ -75,6 +76,17 @@ class GraphHolding:
     def _open_family(self) -> None:
         if self.options.family is not None:
             self.options.family.open()
+
+    def _padded(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """The call as `options.padding` has it."""
+        if self.options.padding is None:
+            return args, kwargs
+        positional, named = self._form.normalise(args, kwargs)
+        if positional:
+            return args, kwargs
+        return (), self.options.padding.pad(named, self.call_eager)
 
     def _prepared(self, named: dict[str, object]) -> dict[str, object]:
         """The arguments a graph is recorded over."""
@@ -247,6 +259,7 @@ class GraphHolding:
             "backend": self.backend,
             "device": str(self.state.device),
             "pool_bytes": self.state.pool_bytes(),
+            "padding": self.options.padding.report() if self.options.padding else [],
             "expected_speedup": expected_speedup(
                 (worth, entry.uses)
                 for entry in self.cache.held()

@@ -116,6 +116,7 @@ class GraphRunner(GraphHolding):
         request = current_request()
         number = request.number if request is not None else None
         self._check_module(request)
+        args, kwargs = self._padded(args, kwargs)
         positional, named = self._form.normalise(args, kwargs)
         named = self._prepared(named)
         tensors: list[Tensor] = []

@@ -28,6 +28,7 @@ from dit_graphs.wrapping import break_policy, check_wrappable
 from .attachments import state_guard
 from .components import Component, components_of, describe_denoiser, parts_of
 from .families import family_of
+from .families.buckets import buckets_of
 from .installed import InstalledPart, InstalledRunner, wrap_part
 from .loops import bar_owners, opening_frame
 from .mutators import PIPELINE_MUTATORS, listen
@@ -108,6 +109,7 @@ class Acceleration:
             describe=describe_denoiser if carries else None,
             carried=StepCache(part.module) if carries else None,
             family=family_of(part.module, part.method),
+            padding=buckets_of(part.module, self.config) if carries else None,
         )
         try:
             made = wrap_part(part, self.config, options, self)

@@ -18,6 +18,7 @@ from dit_graphs.wrapping import break_policy, wrap_with
 
 from .attachments import state_guard
 from .families import family_of
+from .families.buckets import buckets_of
 from .outputs import know_holders
 from .step_caches import StepCache
 
@@ -53,6 +54,7 @@ def wrap(
         guard=state_guard(module, serves_caches=carried is not None),
         carried=carried,
         family=family_of(module, method),
+        padding=buckets_of(module, config) if method == "forward" else None,
     )
     wrap_with(module, config, options, method=method)
     return module

@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "OmniGenTransformer2DModel": ("omnigen", "OmniGen"),
     "QwenImage21Transformer2DModel": ("masked", "QwenImage21"),
     "WanAnimate2Transformer3DModel": ("masked", "WanAnimate2"),
+    "ZImageTransformer2DModel": ("z_image", "ZImage"),
 }
 
 
