@@ -40,15 +40,11 @@ def state_guard(
     """
 
     def check() -> tuple[Reason, str] | None:
-        first: tuple[Reason, str] | None = None
         for path, child in module.named_modules():
             for reason, name in _attached(child, serves_caches):
-                found = reason, f"{name} on {path or type(module).__name__}"
-                if reason is Reason.OFFLOAD:  # it decides whether the weights are there at all
-                    return found
-                first = first or found
-        refusal = cannot_serve(module) if serves_caches and first is None else None
-        return (Reason.STEP_CACHE, refusal) if refusal is not None else first
+                return reason, f"{name} on {path or type(module).__name__}"
+        refusal = cannot_serve(module) if serves_caches else None
+        return (Reason.STEP_CACHE, refusal) if refusal is not None else None
 
     return check
 
