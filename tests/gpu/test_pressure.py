@@ -7,6 +7,7 @@ import logging
 import time
 
 import pytest
+import tiny
 import torch
 from blocks import Denoiser, build, inputs
 
@@ -215,3 +216,29 @@ def test_b34_five_rounds_of_wrap_and_unwrap_return_every_mebibyte():
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         assert abs(torch.cuda.memory_allocated() - start) <= MIB, f"round {number}"
+
+
+def test_b34_restore_of_a_whole_pipeline_returns_every_mebibyte():
+    pipe = tiny.build("flux").to("cuda")
+
+    def draw() -> torch.Tensor:
+        arguments = {**tiny.call_kwargs("flux", size=64, steps=5), "output_type": "pt"}
+        return pipe(**arguments).images
+
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    expected = draw().cpu()
+    start = allocated()
+    for number in range(3):
+        dit_graphs.accelerate(pipe, backend="full")
+        for _ in range(3):
+            assert torch.equal(draw().cpu(), expected)
+        parts = dit_graphs.stats(pipe)["components"]
+        assert parts["denoiser"]["replays"] > 0 and parts["vae"]["replays"] > 0
+        dit_graphs.restore(pipe)
+        assert abs(allocated() - start) <= MIB, f"round {number}"
