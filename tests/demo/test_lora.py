@@ -47,7 +47,7 @@ def _pixels(finished: Finished) -> bytes:
     return finished.item.media[0].frames[0].tobytes()
 
 
-def test_strengths_act_and_come_back_and_none_is_the_base_model(weights: Path) -> None:
+def test_b24_strengths_act_and_come_back_and_none_is_the_base_model(weights: Path) -> None:
     with studio_of() as studio:
         lines = ("", f"{weights}:1", f"{weights}:0.5", f"{weights}:0", f"{weights}:1", "")
         made = [_draw(studio, lora) for lora in lines]
@@ -78,7 +78,7 @@ def test_graphs_with_a_lora_draw_what_plain_calls_draw(weights: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", ["/nowhere/x.safetensors:1", "x:y:z", ":1"])
-def test_a_lora_that_is_not_there_is_an_error_and_the_base_model_stays(lora: str) -> None:
+def test_b24_a_lora_that_is_not_there_is_an_error_and_the_base_model_stays(lora: str) -> None:
     with studio_of() as studio:
         base = _draw(studio, "")
         with pytest.raises(InputError) as caught:
