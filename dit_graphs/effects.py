@@ -14,7 +14,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from .module_state import is_ours
+from .module_state import derived_names, is_ours
 
 __all__ = ["PythonState"]
 
@@ -32,7 +32,9 @@ class PythonState:
         self._lists: list[tuple[str, list[object], list[object]]] = []
         self._sets: list[tuple[str, set[object], set[object]]] = []
         self._seen: set[int] = set()
+        self._derived: set[str] = set()
         for path, child in module.named_modules():
+            self._derived.update(f"{path}.{name}".lstrip(".") for name in derived_names(child))
             self._keep_dict(path, vars(child), _DEPTH)
             for table in _TABLES:
                 self._keep_dict(path, vars(child)[table], 0)
@@ -48,7 +50,8 @@ class PythonState:
                     held[name] = before[name]
                 else:
                     del held[name]
-            changed.extend(f"{path}.{name}".lstrip(".") for name in names)
+            found = (f"{path}.{name}".lstrip(".") for name in names)
+            changed.extend(name for name in found if name not in self._derived)
         for path, items, was in self._lists:
             if len(items) != len(was) or any(map(_is_other, items, was)):
                 items[:] = was

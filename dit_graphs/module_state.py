@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .tree import Identity, UnknownLeaf, freeze
 
-__all__ = ["ModuleState", "is_ours", "sweep", "weight_keys"]
+__all__ = ["ModuleState", "derived_names", "is_ours", "sweep", "weight_keys"]
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
@@ -69,6 +70,12 @@ def weight_keys(module: nn.Module) -> tuple[Hashable, ...]:
     return tuple(tensor_key(t) for child in module.modules() for t in _own_weights(child))
 
 
+def derived_names(module: nn.Module) -> frozenset[str]:
+    """Attributes that a hook computes from weights before every forward: normalised weights."""
+    hooks = module._forward_pre_hooks.values()
+    return frozenset(hook.name for hook in hooks if type(hook) is WeightNorm)
+
+
 class _Sweep:
     def __init__(self, volatile: frozenset[str]) -> None:
         self.volatile = volatile
@@ -92,12 +99,14 @@ class _Sweep:
             self.weights.append(tensor_key(tensor))
             self.devices.add(tensor.device)
         for table in _HOOK_TABLES:
-            if attributes[table]:
+            hooks = tuple(Identity(hook) for hook in attributes[table].values())
+            if any(type(hook.value) is not WeightNorm for hook in hooks):
                 self.hooked.append(path or "the module itself")
-                hooks = tuple(Identity(hook) for hook in attributes[table].values())
+            if hooks:
                 self.python.append((f"{path}.{table}", hooks))
+        derived = derived_names(module)
         for name, value in attributes.items():
-            if name not in _INTERNAL:
+            if name not in _INTERNAL and name not in derived:
                 self.attribute(f"{path}.{name}", value)
 
     def attribute(self, name: str, value: object, depth: int = 0) -> None:
