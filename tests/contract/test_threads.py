@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -219,14 +220,15 @@ def test_the_gate_waits_after_several_refusals_and_not_for_ever(
         except CaptureAborted:
             return False
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool, ExitStack() as at_end:
+        at_end.callback(leave.set)
         pool.submit(long_call)
         assert inside.wait(timeout=30)
         started = time.perf_counter()
         assert not any(attempt() for _ in range(CaptureGate.MAX_PUT_OFF))
         assert time.perf_counter() - started < 0.2, "the first ones do not wait"
         capture = pool.submit(attempt)
-        while gate._waiting is None:
+        while gate._waiting is None and not capture.done():
             time.sleep(0.001)
         newcomer = pool.submit(arrive)
         assert not arrived.wait(timeout=0.1), "who arrives waits with it"

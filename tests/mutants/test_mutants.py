@@ -11,6 +11,7 @@ from pathlib import Path
 import key_variants  # noqa: F401  (fills the list)
 import pytest
 import replay_variants  # noqa: F401
+import shared_variants  # noqa: F401
 from variant import VARIANTS, Variant
 
 ROOT = Path(__file__).resolve().parents[2]

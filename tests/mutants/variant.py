@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
-__all__ = ["CONTRACT", "FOOTGUNS", "VARIANTS", "Variant", "variant"]
+__all__ = ["CONTRACT", "FOOTGUNS", "PIPELINES", "VARIANTS", "Variant", "variant"]
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-CONTRACT, FOOTGUNS = "tests/contract", "tests/footguns"
+CONTRACT, FOOTGUNS, PIPELINES = "tests/contract", "tests/footguns", "tests/pipelines"
 
 
 @dataclass(frozen=True, slots=True)
