@@ -241,11 +241,15 @@ class GraphHolding:
 
     def close(self) -> None:
         """All graph memory of this runner is released; the last one also frees the pool."""
-        self.drop_graphs()
+        self._leave_device()
         self.cache.entries.clear()
-        self.state.holders.discard(self)
         if self.options.family is not None:
             self.options.family.close()
+
+    def _leave_device(self) -> None:
+        """No graph of this runner is left on its device."""
+        self.drop_graphs()
+        self.state.holders.discard(self)
         self.state.retire_if_unused()
 
     def holds_graphs(self) -> bool:

@@ -108,6 +108,7 @@ class GraphRunner(GraphHolding):
             here = device_of(self.module)
             if here == self.device:
                 return Reason.NO_CUDA
+            self._leave_device()
             self._settle_on(here)
         return foreign_mode(self.device)
 
@@ -382,9 +383,7 @@ class GraphRunner(GraphHolding):
             self._form = CallForm(source, self.options.ignore)
         here = self._watch.device
         if here is not None and here != self.device:
-            self.drop_graphs()
-            self.state.holders.discard(self)
-            self.state.retire_if_unused()
+            self._leave_device()
             self._settle_on(here)
             if self.backend == "none":
                 raise CaptureAborted(Reason.NO_CUDA, str(here))

@@ -71,9 +71,7 @@ class PrefillRunner(GraphRunner):
         """The decode has just looked at the module; what it found counts here too."""
         change, self.change = self.change, None
         if self.device != self.model.device:
-            self.drop_graphs()
-            self.state.holders.discard(self)
-            self.state.retire_if_unused()
+            self._leave_device()
             self._settle_on(self.model.device)
         elif change == "weights":
             self.drop_graphs()
