@@ -29,6 +29,7 @@ from .base import BreakLog, CapturePlan, Recording
 __all__ = ["RecordedBackend", "RecordedRecording"]
 
 T = TypeVar("T")
+G = TypeVar("G", Args, Kwargs)
 
 
 @dataclass(slots=True)
@@ -98,6 +99,8 @@ class _Session(BreakLog):
         traits = traits_of(func)
         for tensor in traits.written(args, kwargs):
             self._remember(tensor)
+        # a later in-place view op (transpose_, squeeze_) changes shapes, never these aliases
+        held_args, held_kwargs = _aliased(args), _aliased(kwargs)
         result = func(*args, **kwargs)
         if traits.is_view:
             return result
@@ -106,11 +109,12 @@ class _Session(BreakLog):
             outputs = (result,) if isinstance(result, Tensor) else result
             if not isinstance(outputs, (list, tuple)):
                 return result  # a Python value of host-only data
-            fresh = tuple(iter_tensors(outputs))
-            for tensor in fresh:
+            produced = tuple(iter_tensors(outputs))
+            for tensor in produced:
                 self._produce(tensor)
+            fresh = tuple(tensor.detach() for tensor in produced)
         if traits.launches:
-            self.steps.append(_Call(func, args, kwargs, fresh))
+            self.steps.append(_Call(func, held_args, held_kwargs, fresh))
         return result
 
     def _remember(self, tensor: Tensor) -> None:
@@ -165,6 +169,11 @@ class _Session(BreakLog):
         for held in (self.steps, self.bound, self.kept, self.externals, self._undo):
             held.clear()
         self.plan = replace(self.plan, inputs=(), externals=())
+
+
+def _aliased(given: G) -> G:
+    """The arguments with tensors that share memory but not their shape with what was given."""
+    return cast(G, map_tensors(given, lambda tensor: tensor.detach(), keep_unknown=True))
 
 
 def _resolve(value: object) -> object:

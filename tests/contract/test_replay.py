@@ -328,3 +328,21 @@ def test_chained_wrapped_modules(where: Where) -> None:
         second(middle, t)
         assert difference(middle, kept) is None
     assert (first.replays, second.replays) == (3, 3)
+
+
+def test_a_shape_turned_in_place_is_turned_at_its_place_in_the_forward(where: Where) -> None:
+    """As `torch.stft` does: later the tensor has another shape than when it was computed."""
+
+    class Turns(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin()
+            before = y.sum(dim=0)
+            y.unsqueeze_(0).transpose_(1, 2)
+            z = y.cos()
+            y.squeeze_(0)
+            return z[0] * before[:, None] + y
+
+    twin = Twin(Turns(), where)
+    for index in range(6):
+        twin(where.randn(3, 8, seed=index))
+    assert twin.replays == 3
