@@ -331,6 +331,7 @@ class Capturer:
         if changed:
             entry.release()
             raise CaptureAborted(Reason.PYTHON_STATE, f"sets {', '.join(changed[:3])}")
+        assert entry.recording is not None
         entry.capture_ms = (time.perf_counter() - started) * 1e3
         self._capture_ms = entry.capture_ms
         entry.plan.has_captured = True
