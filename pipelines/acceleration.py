@@ -120,6 +120,11 @@ class Acceleration:
         self._refused.pop(part.label, None)
         for label, runner in made.runners().items():
             log.info("%s: %s", label, _choice(self.config, part, runner))
+            if runner.config != self.config:
+                log.warning(
+                    "%s: wrapped before with another config, which stays in force until whoever "
+                    "wrapped it lets go of it", label,
+                )  # fmt: skip
 
     def _refuse(self, part: Component, error: ConfigError) -> None:
         """The part stays eager where that is no user's mistake; otherwise raises `error`."""

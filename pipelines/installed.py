@@ -31,6 +31,9 @@ class InstalledRunner(Protocol):
     """What the pipeline side asks of any runner."""
 
     @property
+    def config(self) -> GraphConfig: ...
+
+    @property
     def stats(self) -> RunnerStats: ...
 
     @property

@@ -301,6 +301,21 @@ def test_restore_of_one_pipeline_leaves_the_other_served(
     assert torch.equal(_latents(pipe), _latents(plain))
 
 
+def test_a_shared_part_says_whose_config_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="dit_graphs"):
+        _sharing({})
+        assert not [r for r in caplog.records if "another config" in r.getMessage()]
+        pipe, other = _sharing({"max_graphs": 3})
+    told = [r.getMessage() for r in caplog.records if "another config" in r.getMessage()]
+    parts = {text.partition(": wrapped before")[0] for text in told}
+    assert {"denoiser", "vae", "vae:vae.encode", "text_encoder"} <= parts
+    assert runner_of(pipe.unet).config.max_graphs == 16
+    dit_graphs.restore(pipe)
+    dit_graphs.restore(other)
+    dit_graphs.accelerate(other, backend="recorded", max_graphs=3)
+    assert runner_of(pipe.unet).config.max_graphs == 3
+
+
 def test_a_module_accelerated_alone_and_in_its_pipeline() -> None:
     pipe, plain = tiny.build("flux"), tiny.build("flux")
     dit_graphs.accelerate(pipe.transformer, backend="recorded")
