@@ -8,7 +8,7 @@ and only replays run the body.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ __all__ = [
     "call_break",
     "eager_on_graph",
     "handling_breaks",
+    "left_in",
 ]
 
 P = ParamSpec("P")
@@ -47,6 +48,16 @@ class BreakSite:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
+
+
+class Reach(Protocol):
+    """The Python values a break's body can reach, as they were at some moment."""
+
+    def again(self) -> Reach: ...
+
+    def changed(self) -> list[str]: ...
+
+    def restore(self) -> list[str]: ...
 
 
 class BreakHandler(Protocol):
@@ -174,16 +185,22 @@ class BreakResult:
 
 @dataclass(frozen=True, slots=True)
 class RecordedBreak:
-    """One break of an observed forward, in the order they ran."""
+    """One break of an observed forward, in the order they ran.
+
+    `reach` and `given`: what its body left in the Python values it can reach and in the containers
+    it was given. The code behind the break was recorded with that.
+    """
 
     site: BreakSite
     result: BreakResult
+    reach: Reach | None = None
+    given: Hashable = ()
 
 
 class BoundBreak:
     """A break inside a recording: its body, its live arguments and its boundary buffers."""
 
-    __slots__ = ("args", "buffers", "fn", "has_containers", "kwargs", "result", "site")
+    __slots__ = ("args", "buffers", "fn", "fresh", "has_containers", "kwargs", "recorded", "site")
 
     def __init__(
         self,
@@ -192,32 +209,59 @@ class BoundBreak:
         args: tuple[object, ...],
         kwargs: dict[str, object],
         buffers: list[Tensor],
+        fresh: Callable[[object], object] | None = None,
     ) -> None:
         self.site = recorded.site
-        self.result = recorded.result
+        self.recorded = recorded
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
         self.buffers = buffers
+        self.fresh = fresh
         values = (*args, *kwargs.values())
         self.has_containers = any(isinstance(value, (list, dict, tuple)) for value in values)
 
     def _fresh(self, given: A) -> A:
         """`given` in containers of its own: a body may pop from what it gets."""
+        if self.fresh is not None:
+            return cast(A, self.fresh(given))
         if not self.has_containers:
             return given
         return cast(A, map_tensors(given, _same, keep_unknown=True))
 
     def run(self) -> None:
         """Runs the body; its result lies in the boundary buffers. Raises `BreakFailed`."""
+        reach = self.recorded.reach
+        before = reach.again() if reach is not None else None
+        given, named = self._fresh(self.args), self._fresh(self.kwargs)
         try:
-            result = self.fn(*self._fresh(self.args), **self._fresh(self.kwargs))
+            result = self.fn(*given, **named)
         except BreakFailed:
             raise
         except Exception as error:
             detail = f"{self.site}: {type(error).__name__}: {error}"
             raise BreakFailed(Reason.BREAK_RAISED, detail) from error
-        self.result.copy_into(self.buffers, result)
+        changed = reach.changed() if reach is not None else []
+        if self.has_containers and left_in((*given, *named.values())) != self.recorded.given:
+            changed.append("other values in a container that it was given")
+        if changed:
+            if before is not None:
+                before.restore()
+            detail = f"{self.site} sets {', '.join(changed[:3])}"
+            raise BreakFailed(Reason.BREAK_VALUE_CHANGED, detail)
+        self.recorded.result.copy_into(self.buffers, result)
+
+
+def left_in(given: Iterable[object]) -> Hashable:
+    """What the lists and dicts among a break's arguments hold now, tensors aside."""
+    return tuple(_frozen(value) for value in given if isinstance(value, (list, dict)))
+
+
+def _frozen(value: object) -> Hashable:
+    try:
+        return freeze(value, [])
+    except UnknownLeaf:
+        return None
 
 
 def _same(tensor: Tensor) -> Tensor:

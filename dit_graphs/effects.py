@@ -1,49 +1,71 @@
-"""Owns the undoing of Python effects: what a capture or a compare does to a module's attributes.
+"""Owns Python effects: what a capture, a compare or an eager break does to modules' attributes.
 
 Must never know graphs. The surprising fact: capturing runs the forward's Python once more, so a
 step counter would be one too high afterwards and a remembered tensor would lie in a graph's memory.
-A settled forward changes nothing; one that does cannot be replayed.
+A settled forward changes nothing; one that does cannot be replayed. A break's Python does run on
+every replay, and a flag that it sets for code behind it is baked there: it must leave what it left
+when it was observed.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
+from operator import is_
 from types import ModuleType
 
 from torch import Tensor, nn
 
 from .module_state import derived_names, is_ours
 
-__all__ = ["PythonState"]
+__all__ = ["PythonState", "Reach"]
 
 _OURS = "_compiled_call_impl"
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_TORCHS_OWN = frozenset(nn.Module().__dict__)
 _DEPTH = 3
+_BREAK_DEPTH = 6  # a break is small
 
 
-class PythonState:
-    """The attributes of a module tree as they are now, and the host's random generators."""
+class _Attributes:
+    """The attributes of module trees as they are now, and of the objects that these hold."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module], depth: int, *, follows: bool) -> None:
+        self._follows = follows
         self._dicts: list[tuple[str, dict[str, object], dict[str, object]]] = []
         self._lists: list[tuple[str, list[object], list[object]]] = []
         self._sets: list[tuple[str, set[object], set[object]]] = []
         self._seen: set[int] = set()
         self._derived: set[str] = set()
-        for path, child in module.named_modules():
+        for path, child in (pair for module in modules for pair in module.named_modules()):
             self._derived.update(f"{path}.{name}".lstrip(".") for name in derived_names(child))
-            self._keep_dict(path, vars(child), _DEPTH)
+            self._keep_dict(path, vars(child), depth)
             for table in _TABLES:
                 self._keep_dict(path, vars(child)[table], 0)
-        self._random = _random_states()
+
+    def changed(self) -> list[str]:
+        """The names that stand for something else now."""
+        found: list[str] = []
+        for path, held, before in self._dicts:
+            if _is_same(held, before):
+                continue
+            names = (name for name in {**before, **held} if _differs(name, held, before))
+            found.extend(f"{path}.{name}".lstrip(".") for name in names)
+        for path, items, was in self._lists:
+            if len(items) != len(was) or any(map(_is_other, items, was)):
+                found.append(path)
+        found.extend(path for path, members, were in self._sets if members != were)
+        return [name for name in found if name not in self._derived]
 
     def restore(self) -> list[str]:
         """Everything is as it was at the start; returns the names that had changed."""
         changed: list[str] = []
         for path, held, before in self._dicts:
+            if _is_same(held, before):
+                continue
             names = [name for name in {**before, **held} if _differs(name, held, before)]
             for name in names:
                 if name in before:
@@ -61,8 +83,6 @@ class PythonState:
                 members.clear()
                 members.update(were)
                 changed.append(path)
-        for put_back, state in self._random:
-            put_back(state)
         return changed
 
     def _keep_dict(self, path: str, held: dict[str, object], depth: int) -> None:
@@ -72,10 +92,15 @@ class PythonState:
         self._dicts.append((path, held, dict(held)))
         if depth:
             for name, value in held.items():
-                self._keep(f"{path}.{name}", value, depth - 1)
+                if not (self._follows and name in _TORCHS_OWN):
+                    self._keep(f"{path}.{name}", value, depth - 1)
 
     def _keep(self, path: str, value: object, depth: int) -> None:
-        if isinstance(value, (*_PLAIN, Tensor, nn.Module, type, ModuleType)):
+        if isinstance(value, (*_PLAIN, Tensor, type, ModuleType)):
+            return
+        if isinstance(value, nn.Module):
+            if self._follows:  # its owner, say, which is no submodule of it
+                self._keep_dict(path, vars(value), 0)
             return
         if isinstance(value, dict):
             self._keep_dict(path, value, depth)
@@ -90,6 +115,41 @@ class PythonState:
             own = getattr(value, "__dict__", None)
             if isinstance(own, dict):
                 self._keep_dict(path, own, depth)
+
+
+class PythonState(_Attributes):
+    """The attributes of a module tree as they are now, and the host's random generators."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__([module], _DEPTH, follows=False)
+        self._random = _random_states()
+
+    def restore(self) -> list[str]:
+        """Everything is as it was at the start; returns the names that had changed."""
+        changed = super().restore()
+        for put_back, state in self._random:
+            put_back(state)
+        return changed
+
+
+class Reach(_Attributes):
+    """The Python values that an eager break can reach through its modules, as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__(modules, _BREAK_DEPTH, follows=True)
+
+    def again(self) -> Reach:
+        """The same reach at this moment; what was made since is not in it."""
+        now = copy(self)
+        now._dicts = [(path, held, dict(held)) for path, held, _ in self._dicts]
+        now._lists = [(path, items, list(items)) for path, items, _ in self._lists]
+        now._sets = [(path, members, set(members)) for path, members, _ in self._sets]
+        return now
+
+
+def _is_same(held: dict[str, object], before: dict[str, object]) -> bool:
+    """Whether a dict holds the very same objects (never `==`: tensors compare on the device)."""
+    return len(held) == len(before) and all(map(is_, held.values(), before.values()))
 
 
 def _differs(name: str, held: dict[str, object], before: dict[str, object]) -> bool:

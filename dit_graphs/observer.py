@@ -14,13 +14,21 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from .breaks import BreakResult, BreakSite, RecordedBreak, call_break, handling_breaks
+from .breaks import (
+    BreakResult,
+    BreakSite,
+    RecordedBreak,
+    call_break,
+    handling_breaks,
+    left_in,
+)
 from .constants import ConstantTable, caller_location
+from .effects import Reach
 from .errors import CaptureAborted, Reason
 from .flex import breaking_flex_attention
 from .host_functions import HANDLERS
 from .origins import Origin
-from .tree import UnknownLeaf, freeze
+from .tree import UnknownLeaf, freeze, map_tensors
 from .watch import (
     Args,
     BreakPolicy,
@@ -140,12 +148,16 @@ class Observer(Watch):
         kwargs: dict[str, object],
     ) -> object:
         before = self._launches
+        given = (*args, *kwargs.values())
+        known = _tensors_in(given)
         self.in_break += 1
         try:
             with handling_breaks(None):
                 result = fn(*args, **kwargs)
         finally:
             self.in_break -= 1
+        if not _tensors_in(given) <= known:  # what is behind it would read that very tensor
+            self._refusal = Reason.PYTHON_STATE, f"{site} puts a tensor into what it is given"
         # an op-level break runs below our own dispatch handler, which then counts nothing
         self._launches = max(self._launches, before + 1)
         self._break_launches += self._launches - before
@@ -153,10 +165,18 @@ class Observer(Watch):
             self._note_produced(result)
         try:
             with unwatched():
-                self._breaks.append(RecordedBreak(site, BreakResult.of(result)))
+                left = self._reach(site, given), left_in(given)
+                self._breaks.append(RecordedBreak(site, BreakResult.of(result), *left))
         except CaptureAborted as failure:
             self._refusal = (failure.reason, failure.detail)
         return result
+
+    def _reach(self, site: BreakSite, given: Args) -> Reach | None:
+        """What the body may have set for the code behind it; ops set nothing."""
+        if site.kind == "module":
+            return Reach([self.module.get_submodule(site.name)])
+        modules = [value for value in given if isinstance(value, nn.Module)]
+        return Reach(modules) if modules else None
 
     def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
         if traits.is_random:
@@ -221,6 +241,17 @@ class Observer(Watch):
             except UnknownLeaf as leaf:
                 return Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}"
         return self._refusal
+
+
+def _tensors_in(given: Args) -> set[int]:
+    found: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        found.add(id(tensor))
+        return tensor
+
+    map_tensors(given, note, keep_unknown=True)
+    return found
 
 
 class CaptureLog(Protocol):

@@ -126,8 +126,12 @@ class BreakLog:
         kwargs: dict[str, object],
         borrow: Callable[[Tensor], object],
         buffers: list[Tensor],
+        fresh: Callable[[object], object] | None = None,
     ) -> BoundBreak:
-        """The break with arguments it may keep: borrowed where produced here, owned elsewhere."""
+        """The break with arguments it may keep: borrowed where produced here, owned elsewhere.
+
+        `fresh` makes of them, before each run, what the body is to get.
+        """
 
         def hold(tensor: Tensor) -> object:
             if self.is_produced(tensor) and not self.plan.strong_break_refs:
@@ -137,7 +141,7 @@ class BreakLog:
         held_args = map_tensors(args, hold, keep_unknown=True)
         held_kwargs = map_tensors(kwargs, hold, keep_unknown=True)
         assert isinstance(held_args, tuple) and isinstance(held_kwargs, dict)
-        bound = BoundBreak(recorded, fn, held_args, held_kwargs, buffers)
+        bound = BoundBreak(recorded, fn, held_args, held_kwargs, buffers, fresh)
         self.bound.append(bound)
         return bound
 

@@ -131,16 +131,13 @@ class _Session(BreakLog):
         kwargs: dict[str, object],
     ) -> object:
         recorded = self.next_break(site)
-
-        def body(*held: object, **named: object) -> object:
-            live = [_resolve(value) for value in held]
-            return fn(*live, **{name: _resolve(value) for name, value in named.items()})
-
         with unwatched():
             outputs = recorded.result.allocate(torch.device("cpu"))
             map_tensors(outputs, self._produce)
             buffers = tensor_leaves(outputs)
-            self.steps.append(self.bind_break(recorded, body, args, kwargs, self._borrow, buffers))
+            self.steps.append(
+                self.bind_break(recorded, fn, args, kwargs, self._borrow, buffers, _resolve)
+            )
         return outputs
 
     def _produce(self, tensor: Tensor) -> Tensor:
