@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -157,6 +158,11 @@ def measure(case: Case, options: Options) -> Tree:
         dit_graphs.unwrap(wrapped.module, method=case.method)
     seconds = round(time.perf_counter() - started, 2)
     return {**row, "is_equal": not problems, "problems": problems, "seconds": seconds}
+
+
+def measure_key(key: str, *, options: Options) -> Tree:
+    """The row of the case of that name."""
+    return measure(CASES[key], options)
 
 
 def _not_worth_comparing(case: Case, plain: _Side) -> list[str]:
@@ -304,10 +310,11 @@ def main(arguments: list[str]) -> int:
 
     sweep_workers.run(
         given.cases,
-        lambda key: measure(CASES[key], options),
+        partial(measure_key, options=options),
         done,
         workers=given.workers,
         timeout=given.timeout,
+        start=sweep_workers.start_for(given.device),
     )
     rows.sort(key=lambda row: given.cases.index(row["key"]))
     for row in rows:

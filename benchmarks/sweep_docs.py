@@ -8,14 +8,17 @@ measured" or with the reason it cannot be built; a page of successes alone would
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import cast
 
 from benchmarks import results
+from dit_graphs.pipelines.families import FAMILIES
 
 __all__ = ["CPU", "GPU", "PAGE", "Column", "page", "rank", "write"]
 
@@ -49,6 +52,29 @@ of a class gets along with graphs; it says nothing of speed (see the README) or 
 
 The CPU column comes from the recorder (`backend="recorded"`): it replays recorded calls without any
 CUDA graph and shows what can be captured, not that CUDA captures it.
+"""
+
+
+FAMILY_HEAD = """\
+## Families
+
+What the classes below are told beyond what is found out of any module (`pipelines/families`). Each
+keeps eager's bits. A fact of an argument joins the key, so there is one graph per fact.
+"""
+
+
+LENGTHS = """\
+## Prompt lengths
+
+- Z-Image: one graph for all prompts within one multiple of 32 tokens, which the model pads to by
+  itself. Eager's bits.
+- Qwen-Image, CogView4, Kandinsky 5 and others whose prompts are not padded: one graph per length,
+  eager's bits. A length is captured where that pays, and `max_graphs` are kept.
+- `prompt_buckets=(64, 128, 256)` pads the prompts of Qwen-Image and Nucleus to that ladder, behind
+  the mask that both take: fewer graphs, other bits. The first call of each bucket is made exact as
+  well; the difference is logged, and `stats()` keeps it under `padding`. It is refused for Z-Image,
+  where padded tokens mean something, and has no effect where a class takes no mask (Kandinsky 5) or
+  adds it to the scores instead of hiding anything (CogView4).
 """
 
 
@@ -86,6 +112,8 @@ def page(cpu: Column, gpu: Column, skipped: list[tuple[str, str]], version: str)
     for kind, title in KINDS:
         parts.append("\n".join([f"## {title}\n", *_table(kind, cpu, gpu)]))
     parts.append("\n".join(["## Why not one graph\n", *_reasons(cpu, gpu)]))
+    parts.append("\n".join([FAMILY_HEAD, *_families()]))
+    parts.append(LENGTHS)
     parts.append("\n".join(["## Not run\n", *(f"- `{name}`: {why}." for name, why in skipped)]))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
@@ -172,6 +200,14 @@ def _reason(row: Tree | None) -> str:
         detail = str(row["detail"]).split(".Hint")[0].rstrip(".")
         return f"{row['reason']}: {detail}" if detail else str(row["reason"])
     return "; ".join(cast(list[str], row["problems"]))
+
+
+def _families() -> Iterator[str]:
+    for name, (home, kind) in sorted(FAMILIES.items()):
+        made = getattr(import_module(f"dit_graphs.pipelines.families.{home}"), kind)
+        told = " ".join(str(inspect.getdoc(made)).split())
+        facts = ", ".join(f"`{argument}`" for argument in made.known)
+        yield f"- `{name}`: {told}" + (f" Facts of {facts}." if facts else "")
 
 
 def _few(items: list[str], limit: int = 2) -> str:

@@ -2,7 +2,8 @@
 
 Owns processes and timeouts. Knows nothing of models or graphs. The surprising fact: the processes
 are forked from one that has imported everything and touched no device, which saves the ten seconds
-of imports a case would otherwise cost, and still gives each case a CUDA context of its own.
+of imports a case would otherwise cost, and still gives each case a CUDA context of its own. Where
+an import has touched the device after all, forked children cannot use it, and new processes start.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Literal
 
-__all__ = ["run"]
+import torch
+
+__all__ = ["Start", "run", "start_for"]
+
+Start = Literal["fork", "spawn"]
 
 Tree = dict[str, object]
 Work = Callable[[str], Tree]
@@ -29,6 +35,20 @@ class _Running:
     deadline: float
 
 
+def start_for(device: str) -> Start:
+    """How processes for this device may start: forked if a forked one can use it."""
+    if device == "cpu":
+        return "fork"
+    probe = multiprocessing.get_context("fork").Process(target=_touch, args=(device,))
+    probe.start()
+    probe.join()
+    return "fork" if probe.exitcode == 0 else "spawn"
+
+
+def _touch(device: str) -> None:
+    torch.zeros(1, device=device)
+
+
 def run(
     keys: list[str],
     work: Work,
@@ -36,16 +56,17 @@ def run(
     *,
     workers: int,
     timeout: float,
+    start: Start = "fork",
 ) -> None:
     """Calls `done(work(key))` for every key, or with a row of outcome "failed" that says why.
 
-    `timeout`: seconds one case may take before its process is ended.
+    `timeout`: seconds one case may take before its process is ended. To spawn, `work` is pickled.
     """
     waiting = list(keys)
     running: list[_Running] = []
     while waiting or running:
         while waiting and len(running) < workers:
-            running.append(_start(waiting.pop(0), work, timeout))
+            running.append(_start(waiting.pop(0), work, timeout, start))
         for one in list(running):
             row = _finished(one)
             if row is not None:
@@ -54,8 +75,8 @@ def run(
         time.sleep(0.01)
 
 
-def _start(key: str, work: Work, timeout: float) -> _Running:
-    context = multiprocessing.get_context("fork")
+def _start(key: str, work: Work, timeout: float, start: Start) -> _Running:
+    context = multiprocessing.get_context(start)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(key, work, sender), daemon=True)
     process.start()

@@ -32,17 +32,17 @@ def _is_empty(image_embeds: Tensor) -> bool:
 
 
 class PromptMask(ModelFamily):
-    """Lumina 2 cuts each sample's prompt to its length; Mochi gathers the valid tokens."""
+    """Each sample's prompt is cut to its length, or its valid tokens are gathered."""
 
     known: ClassVar[Mapping[str, Fact]] = {"encoder_attention_mask": layout}
 
 
 class FramePack(PromptMask):
-    """HunyuanVideo FramePack cuts the prompt of a single sample to its length."""
+    """The prompt of a single sample is cut to its length."""
 
 
 class BriaFibo2(PromptMask):
-    """The number of gist tokens follows from the prompts' lengths."""
+    """How many gist tokens there are follows from the prompts' lengths."""
 
 
 class HunyuanImage(ModelFamily):
@@ -55,7 +55,7 @@ class HunyuanImage(ModelFamily):
 
 
 class HunyuanVideo15(ModelFamily):
-    """As HunyuanImage; and an image that is all zeros means text-to-video."""
+    """Tokens of three encoders are sorted: valid ones first; an image of zeros means none."""
 
     known: ClassVar[Mapping[str, Fact]] = {**HunyuanImage.known, "image_embeds": _is_empty}
 

@@ -19,22 +19,25 @@ from torch import nn
 from twin import Twin, Where
 
 from benchmarks import sweep, sweep_docs
+from benchmarks.sweep_cases import Case
 
 CPU = Where("recorded", torch.device("cpu"))
 COMMITTED = sweep_docs.Column.read(sweep_docs.CPU)
-NO_RULE_FOR_MODES = ("AnyFlowFARTransformer3DModel",)  # flex attention, with eager attention asked
 
 # One of each kind of finding, and nothing that takes more than a few seconds.
 SAMPLE = (
     "AutoencoderKL.decode",
     "AutoencoderKL.encode",
     "AutoencoderKLQwenImage.decode",
+    "AutoencoderOobleck.decode",
     "BriaFibo2Transformer2DModel",
     "ControlNetModel",
     "FluxTransformer2DModel",
     "GlmImageTransformer2DModel",
+    "HiDreamImageTransformer2DModel",
     "HunyuanImageTransformer2DModel",
     "HunyuanVideo15Transformer3DModel",
+    "Kandinsky6SRTransformer3DModel",
     "Lumina2Transformer2DModel",
     "MochiTransformer3DModel",
     "OmniGenTransformer2DModel",
@@ -103,6 +106,36 @@ def test_the_page_says_what_was_not_measured_and_what_was_unequal() -> None:
     assert "- `B`: no network." in page
 
 
+class _Toy(nn.Module):
+    """Adds one where it is the second model built, and never reads `ignored`."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).built += 1
+        self.shift = float(type(self).built - 1)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.shift
+
+
+def test_the_sweep_reports_a_wrong_output_and_an_input_that_does_nothing() -> None:
+    case = Case(
+        kind="dit",
+        name="Toy",
+        make=_Toy,
+        inputs=lambda draw, batch, width: {"x": draw(batch, width, 4), "ignored": draw(1)},
+    )
+    row = sweep.measure(case, sweep.Options("cpu", "recorded"))
+    problems = row["problems"]
+    assert isinstance(problems, list) and not row["is_equal"]
+    assert "input['ignored'] changes 0% of the output" in problems
+    # 4 steps of two sizes and 8 of batched guidance, wrong from the first call on
+    assert sum("differ" in problem for problem in problems) == 16
+
+
 def test_a_worse_outcome_ranks_lower() -> None:
     full, broken, eager = (
         {"outcome": "full", "captured_fraction": 1.0},
@@ -115,9 +148,7 @@ def test_a_worse_outcome_ranks_lower() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", _sampled([n for n in cases.names() if n not in NO_RULE_FOR_MODES], ATTENTION_SAMPLE)
-)
+@pytest.mark.parametrize("name", _sampled(cases.names(), ATTENTION_SAMPLE))
 def test_a_denoiser_class_with_eager_attention(name: str) -> None:
     if sweep_docs.rank(COMMITTED.rows[name])[0] < sweep_docs.rank({"outcome": "breakable"})[0]:
         pytest.skip(f"eager: {COMMITTED.rows[name]['detail']}")
