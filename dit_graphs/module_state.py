@@ -21,6 +21,7 @@ __all__ = ["ModuleState", "derived_names", "is_ours", "sweep", "weight_keys"]
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _LEAF_LIMIT = 512
+_OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +128,12 @@ class _Sweep:
         self.python.append((name, key))
 
     def opaque(self, name: str, value: object, depth: int) -> None:
-        """An object with identity, one level of whose own plain state counts too."""
-        if isinstance(value, (list, tuple)) and len(value) <= _LEAF_LIMIT and depth < 2:
+        """An object with identity, whose own plain state counts too."""
+        if isinstance(value, (list, tuple)) and len(value) <= _LEAF_LIMIT and depth < _OBJECT_DEPTH:
             for index, item in enumerate(value):
                 self.attribute(f"{name}[{index}]", item, depth + 1)
             return
-        if isinstance(value, dict) and len(value) <= _LEAF_LIMIT and depth < 2:
+        if isinstance(value, dict) and len(value) <= _LEAF_LIMIT and depth < _OBJECT_DEPTH:
             for key, item in list(value.items()):
                 self.attribute(f"{name}[{key!r}]", item, depth + 1)
             return
@@ -142,7 +143,7 @@ class _Sweep:
         self.python.append((name, Identity(value)))
         own = getattr(value, "__dict__", None)
         if (
-            depth >= 2
+            depth >= _OBJECT_DEPTH
             or not isinstance(own, dict)
             or id(value) in self.seen
             or callable_only(value)

@@ -106,3 +106,33 @@ def test_an_interrupted_compare_proves_nothing() -> None:
         x = _inputs(8)[0]
         assert torch.equal(module(x, two), x * two)
         assert runner.stats.compares == compares + 2  # tried, and tried again
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_value_some_objects_below_the_module_is_seen(depth: int) -> None:
+    """`attn.processor.options.limits.scale`: plain state, if one looks far enough."""
+
+    class Below:
+        scale = 1.0
+        inner: Below | None = None
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below = lowest = Below()
+            for _ in range(depth):
+                lowest.inner = lowest = Below()
+            self.lowest = (lambda: lowest,)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.lowest[0]().scale
+
+    module = Scales()
+    dit_graphs.wrap(module, backend="recorded")
+    for image in range(3):
+        module.lowest[0]().scale = 1.0 + image
+        with torch.no_grad(), dit_graphs.request(total_steps=6):
+            for step in range(6):
+                x = _inputs(10 * image + step)[0]
+                assert torch.equal(module(x), x * (1.0 + image))
+    assert runner_of(module).stats.replays >= 6
