@@ -12,13 +12,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from twin import Twin, Where
+from where import graphing, segmenting
 
 import dit_graphs
 from benchmarks.sweep import CASES
 from dit_graphs.pipelines.families import FAMILIES, family_of
 
-CPU = Where("recorded", torch.device("cpu"))
+__all__ = ["graphing", "segmenting"]
+
 Tree = dict[str, object]
 Change = Callable[[Tree, tuple[int, ...]], Tree]
 
@@ -61,9 +64,9 @@ RAGGED: dict[str, tuple[Change, int]] = {
 }
 
 
-def _twin(name: str, **config: object) -> Twin:
+def _twin(name: str, where: Where) -> Twin:
     with torch.no_grad():
-        return Twin(CASES[name].build(), CPU, **config)
+        return Twin(CASES[name].build(), where)
 
 
 def _rows(name: str, batch: int) -> int:
@@ -75,18 +78,19 @@ def _rows(name: str, batch: int) -> int:
 
 
 def _serve(twin: Twin, calls: list[Tree]) -> None:
+    device = twin.where.device
     with torch.no_grad(), dit_graphs.request():
         for inputs in calls:
-            twin(**inputs)
+            twin(**tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(RAGGED))
-def test_masks_of_other_lengths_at_the_same_shape(name: str) -> None:
+def test_masks_of_other_lengths_at_the_same_shape(name: str, graphing: Where) -> None:
     change, batch = RAGGED[name]
     rows = _rows(name, batch)
     layouts = [(4,) * rows, (2, 4, 3, 1)[:rows], (4,) * rows, (2, 4, 3, 1)[:rows]]
-    twin = _twin(name)
+    twin = _twin(name, graphing)
     for number, lengths in enumerate(layouts):
         draws = [CASES[name].draw(10 * number + step, batch, 1) for step in range(4)]
         _serve(twin, [change(inputs, lengths) for inputs in draws])
@@ -97,8 +101,8 @@ def test_masks_of_other_lengths_at_the_same_shape(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sequential_guidance_alternates_between_two_layouts() -> None:
-    twin = _twin("Lumina2Transformer2DModel")
+def test_sequential_guidance_alternates_between_two_layouts(graphing: Where) -> None:
+    twin = _twin("Lumina2Transformer2DModel", graphing)
     change = _lengths("encoder_attention_mask", torch.bool)
     calls = []
     for step in range(8):
@@ -109,9 +113,9 @@ def test_sequential_guidance_alternates_between_two_layouts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_images_share_a_graph_and_their_absence_has_its_own() -> None:
+def test_images_share_a_graph_and_their_absence_has_its_own(graphing: Where) -> None:
     name = "HunyuanVideo15Transformer3DModel"
-    twin = _twin(name)
+    twin = _twin(name, graphing)
 
     def call(seed: int, image: bool) -> Tree:
         inputs = CASES[name].draw(seed, 1, 1)
@@ -142,8 +146,8 @@ def _edit(seed: int, start: int) -> Tree:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_where_an_image_stands_in_the_prompt_is_known() -> None:
-    twin = _twin("QwenImage21Transformer2DModel")
+def test_where_an_image_stands_in_the_prompt_is_known(graphing: Where) -> None:
+    twin = _twin("QwenImage21Transformer2DModel", graphing)
     for start in (1, 3, 1, 3):
         _serve(twin, [_edit(seed, start) for seed in range(4)])
     assert twin.graphs == 2 and set(twin.fallbacks) == {"warming_up"}
@@ -151,9 +155,9 @@ def test_where_an_image_stands_in_the_prompt_is_known() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_experts_are_the_only_break_of_hidream() -> None:
+def test_experts_are_the_only_break_of_hidream(segmenting: Where) -> None:
     name = "HiDreamImageTransformer2DModel"
-    twin = _twin(name)
+    twin = _twin(name, segmenting)
     _serve(twin, [CASES[name].draw(seed, 1, 1) for seed in range(6)])
     graph = twin.runner.report()["graphs"][0]
     assert graph["breaks"] == 2, "one mixture per block"
@@ -163,9 +167,9 @@ def test_experts_are_the_only_break_of_hidream() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_omnigen_keeps_its_rotary_buffer_and_gives_everything_back() -> None:
+def test_omnigen_keeps_its_rotary_buffer_and_gives_everything_back(graphing: Where) -> None:
     name = "OmniGenTransformer2DModel"
-    twin = _twin(name)
+    twin = _twin(name, graphing)
     rope = twin.module.get_submodule("rope")
     before = rope.inv_freq
     _serve(twin, [CASES[name].draw(seed, 1, 1) for seed in range(5)])
@@ -177,9 +181,9 @@ def test_omnigen_keeps_its_rotary_buffer_and_gives_everything_back() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_omnigen_sequences_past_the_first_training_length_take_the_long_factors() -> None:
+def test_omnigen_takes_the_long_factors_past_its_first_training_length(graphing: Where) -> None:
     name = "OmniGenTransformer2DModel"
-    twin = _twin(name)
+    twin = _twin(name, graphing)
     limit = twin.module.get_submodule("rope").original_max_position_embeddings
 
     def call(seed: int, shift: int) -> Tree:

@@ -7,14 +7,17 @@ import tiny
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from twin import Twin, Where
+from where import graphing
 
 import dit_graphs
 from benchmarks.sweep import CASES
 from dit_graphs import ConfigError
 from dit_graphs.app import demo_model
 
-CPU = Where("recorded", torch.device("cpu"))
+__all__ = ["graphing"]
+
 KEY = "ZImageTransformer2DModel"
 
 
@@ -31,20 +34,28 @@ def _call(seed: int, *lengths: int, width: int = 16) -> dict[str, object]:
     }
 
 
-def _twin() -> Twin:
+def _twin(where: Where) -> Twin:
     with torch.no_grad():
-        return Twin(CASES[KEY].build(), CPU)
+        return Twin(CASES[KEY].build(), where)
+
+
+def _placed(twin: Twin, inputs: dict[str, object]) -> dict[str, object]:
+    device = twin.where.device
+    placed = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+    assert isinstance(placed, dict)
+    return placed
 
 
 def _serve(twin: Twin, *lengths: int, seed: int = 0, steps: int = 4) -> None:
-    prompts = _call(1000 + seed, *lengths)["cap_feats"]
+    prompts = _placed(twin, _call(1000 + seed, *lengths))["cap_feats"]
     with torch.no_grad(), dit_graphs.request():
         for step in range(steps):
-            twin(**{**_call(10 * seed + step, *lengths), "cap_feats": prompts})
+            inputs = _placed(twin, _call(10 * seed + step, *lengths))
+            twin(**{**inputs, "cap_feats": prompts})
 
 
-def test_prompts_within_one_multiple_of_32_share_a_graph() -> None:
-    twin = _twin()
+def test_prompts_within_one_multiple_of_32_share_a_graph(graphing: Where) -> None:
+    twin = _twin(graphing)
     for seed, length in enumerate((5, 17, 31, 32, 1, 5)):
         _serve(twin, length, seed=seed)
     assert twin.graphs == 1 and twin.captures == 1
@@ -58,50 +69,50 @@ def test_prompts_within_one_multiple_of_32_share_a_graph() -> None:
 
 @pytest.mark.parametrize("lengths", [(5, 17), (31, 2, 9)], ids=str)
 def test_a_batch_of_ragged_prompts_in_one_multiple_is_one_signature(
-    lengths: tuple[int, ...],
+    lengths: tuple[int, ...], graphing: Where
 ) -> None:
-    twin = _twin()
+    twin = _twin(graphing)
     _serve(twin, *lengths)
     _serve(twin, *reversed(lengths), seed=1)
     _serve(twin, *(n + 1 for n in lengths), seed=2)
     assert twin.graphs == 1
 
 
-def test_a_batch_of_prompts_in_different_multiples() -> None:
-    twin = _twin()
+def test_a_batch_of_prompts_in_different_multiples(graphing: Where) -> None:
+    twin = _twin(graphing)
     for seed, lengths in enumerate(((5, 33), (20, 64), (33, 5), (60, 31))):
         _serve(twin, *lengths, seed=seed)
     assert twin.graphs == 2, "which sample is the longer one is part of the shapes"
     assert set(twin.fallbacks) == {"warming_up"}
 
 
-def test_the_same_prompt_for_several_pictures() -> None:
-    twin = _twin()
+def test_the_same_prompt_for_several_pictures(graphing: Where) -> None:
+    twin = _twin(graphing)
     for seed in range(3):
-        inputs = _call(seed, 7, 7)
-        prompt = inputs["cap_feats"][0]
+        prompt = _placed(twin, _call(seed, 7, 7))["cap_feats"][0]
         with torch.no_grad(), dit_graphs.request():
             for step in range(4):
-                twin(**{**_call(10 * seed + step, 7, 7), "cap_feats": [prompt, prompt]})
+                inputs = _placed(twin, _call(10 * seed + step, 7, 7))
+                twin(**{**inputs, "cap_feats": [prompt, prompt]})
     assert twin.graphs == 1 and twin.replays >= 6
 
 
-def test_a_prompt_edited_in_place_between_steps() -> None:
-    twin = _twin()
-    prompts = _call(0, 5)["cap_feats"]
+def test_a_prompt_edited_in_place_between_steps(graphing: Where) -> None:
+    twin = _twin(graphing)
+    prompts = _placed(twin, _call(0, 5))["cap_feats"]
     with torch.no_grad(), dit_graphs.request():
         for step in range(8):
             if step == 5:
                 prompts[0].mul_(0.5)
-            twin(**{**_call(step, 5), "cap_feats": prompts})
+            twin(**{**_placed(twin, _call(step, 5)), "cap_feats": prompts})
     assert twin.graphs == 1 and twin.replays >= 4
 
 
-def test_inference_mode_has_no_versions_and_still_the_same_bits() -> None:
-    twin = _twin()
+def test_inference_mode_has_no_versions_and_still_the_same_bits(graphing: Where) -> None:
+    twin = _twin(graphing)
     with torch.inference_mode():
         for step, length in enumerate((5, 5, 9, 9, 31, 5)):
-            twin(**_call(step, length))
+            twin(**_placed(twin, _call(step, length)))
     assert twin.graphs == 1
 
 
