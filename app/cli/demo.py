@@ -24,6 +24,14 @@ _SERVER = [
     Flag("port", "port", int | None, "port to listen on (default: the first free one)", "Server"),
     Flag("open_browser", "open_browser", bool | None, "open the page in a browser", "Server"),
     Flag("output", "output", str | None, "folder pictures are kept in", "Server", "DIR"),
+    Flag(
+        "lora_dir",
+        "lora_dir",
+        str | None,
+        "folder whose .safetensors a page may use as LoRA by name (default: only those of --lora)",
+        "Server",
+        "DIR",
+    ),
 ]
 
 
@@ -47,11 +55,16 @@ def run(given: Given) -> int:
     output = Path(str(given.value("output"))) if "output" in given else None
     if output is not None:
         check_output(output)
+    lora_dir = Path(str(given.value("lora_dir"))) if "lora_dir" in given else None
+    if lora_dir is not None and not lora_dir.is_dir():
+        raise InputError("lora_dir", f"expected a folder, got {str(lora_dir)!r}")
     session = open_session(given, (), since=since)
     from dit_graphs.app.demo import Studio, launch
 
     session.loaded.pipe.set_progress_bar_config(disable=True)
-    studio = Studio(session.loaded, session.graphs, name=session.name, output=output)
+    studio = Studio(
+        session.loaded, session.graphs, name=session.name, output=output, lora_dir=lora_dir
+    )
     try:
         launch(
             studio,

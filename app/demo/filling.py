@@ -14,22 +14,25 @@ import gradio as gr
 
 from dit_graphs.pipelines.generate import InputError
 
-from .form import Form, restore_form
+from .form import Form
 from .layout import FIELDS, Parts
 from .markup import text
 from .modes import Mode
 from .problems import problem_of
+from .restoring import restore_form
 from .stage import error_html, status_html
 from .starting import start_form
 from .studio import Studio
+from .uploads import is_upload
 
 __all__ = ["Filler", "form_of"]
 
+_MAX_DIGITS = 19
 _NUMBERS = ("width", "height", "num_frames", "fps", "steps", "guidance", "count", "strength")
 
 
 def form_of(values: Sequence[object]) -> Form:
-    """The form of (mode, *FIELDS) as the page sent them."""
+    """The form of (mode, *FIELDS) as the page sent them. Raises `InputError`."""
     given = dict(zip(("mode", *FIELDS), values, strict=True))
     pictures = [given[name] for name in ("image", "image_2") if given[name]]
     return Form(
@@ -62,8 +65,8 @@ def _number(value: object) -> float | None:
 def _seed(value: object) -> int | None:
     """Empty means random; a seed is text on the page, because an empty number would be 0."""
     words = _text(value).strip()
-    if words and not words.isdecimal():
-        raise InputError("seed", f"expected a whole number ≥ 0, or nothing, got {words!r}")
+    if words and not (words.isdecimal() and len(words) <= _MAX_DIGITS):
+        raise InputError("seed", f"expected a whole number ≥ 0, or nothing, got {words[:40]!r}")
     return int(words) if words else None
 
 
@@ -93,12 +96,7 @@ class Filler:
         if not path:
             return [*keep, None, ""]
         try:
-            found = restore_form(
-                Path(path),
-                self.studio.plans,
-                self.studio.model_name,
-                self.studio.plans[0].pipeline_class.__name__,
-            )
+            found = restore_form(Path(path), self.studio, is_upload)
         except InputError as error:
             return [*keep, None, error_html(problem_of(error))]
         form = found.form

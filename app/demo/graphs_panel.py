@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 from dit_graphs.errors import Reason
 
 from .markup import bytes_words, millis, plural, table, text
+from .problems import without_places
 from .studio import GraphSnapshot
 from .timeline import reason_words, timeline_html
 from .trace import Calls, RunTrace
@@ -38,7 +39,8 @@ def panel_html(snapshot: GraphSnapshot, trace: RunTrace | None, line: str = "") 
         f"<h3>Signatures held</h3>{_signatures(reports)}"
         "<details class='dg-details'><summary>Why calls missed, in full</summary>"
         f'<pre class="dg-pre" tabindex="0" role="region" aria-label="Explanation">'
-        f"{text(snapshot.explanation or 'nothing is wrapped')}</pre></details></section>"
+        f"{text(without_places(snapshot.explanation) or 'nothing is wrapped')}</pre>"
+        "</details></section>"
     )
 
 

@@ -102,6 +102,8 @@ class Handlers:
     def select(self, history: History, chosen: gr.SelectData) -> tuple[object, object, object]:
         """The parameters of the picture that was picked in the gallery."""
         entries = [finished for finished in history if finished.item.files]
+        if not entries:  # the page is older than its pictures
+            return "", _hidden(), _hidden()
         return self._details(entries[min(int(chosen.index), len(entries) - 1)])
 
     def stop(self, request: gr.Request) -> None:
@@ -158,11 +160,12 @@ class Handlers:
     ) -> AsyncIterator[tuple[object, object]]:
         """Updates of (prompt, message): the prompt grows word by word."""
         skip = gr.skip()
+        prompt, seed = str(prompt or ""), str(seed or "").strip()
         if not prompt.strip():
             empty = InputError("prompt", "say what the picture should show")
             yield skip, error_html(problem_of(empty))
             return
-        chosen = int(seed) if seed.strip().isdecimal() else 0
+        chosen = int(seed[:19]) if seed.isdecimal() else 0
         try:
             job = self._submit(lambda job: work.write(self.studio, prompt, chosen, job), request)
         except QueueFull as error:

@@ -139,7 +139,7 @@ def _controls(parts: Parts, studio: Studio) -> None:
     ):
         fields["lora"] = gr.Textbox(
             label="Weights and strength", value=start.lora, lines=2, elem_id="dg-lora",
-            placeholder="path/or/hub-id.safetensors:0.8", info="One PATH:SCALE per line.",
+            placeholder="NAME:SCALE", info=studio.loras.words(),
         )  # fmt: skip
     with gr.Accordion("Other arguments", open=False, elem_id="dg-extra-box"):
         fields["extra"] = gr.Textbox(
@@ -170,12 +170,12 @@ def _image_fields(parts: Parts, studio: Studio) -> None:
     with gr.Column(visible=takes_image and first.takes_image, elem_id="dg-inputs") as box:
         parts.fields["image"] = gr.Image(
             label="Input picture", type="filepath", sources=["upload"],
-            height=180, elem_id="dg-image", format="png",
+            height=180, elem_id="dg-image", format="png", image_mode=None,
         )  # fmt: skip
         parts.fields["image_2"] = gr.Image(
             label="Second reference (optional)", type="filepath", sources=["upload"],
             height=140, visible=any(plan.mode is Mode.EDIT for plan in studio.plans),
-            elem_id="dg-image-2", format="png",
+            elem_id="dg-image-2", format="png", image_mode=None,
         )  # fmt: skip
         parts.fields["strength"] = gr.Slider(
             0, 1, value=start_form(studio).strength, step=0.05, label="Strength",

@@ -13,14 +13,19 @@ from .handlers import Handlers
 from .layout import FIELDS, Parts, build_parts
 from .studio import Studio
 from .theme import head_html, make_theme, style_sheet
+from .uploads import GuardedBlocks
 
 __all__ = ["build", "launch"]
 
 
 def build(studio: Studio) -> gr.Blocks:
     """The page of one studio, not yet shown."""
-    with gr.Blocks(
-        title="dit-graphs", analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)
+    with GuardedBlocks(
+        studio.limits,
+        title="dit-graphs",
+        analytics_enabled=False,
+        fill_width=True,
+        delete_cache=(3600, 86400),
     ) as page:
         parts = build_parts(studio)
         _connect_work(parts, Handlers(studio), page)
@@ -95,14 +100,14 @@ def launch(
         inbrowser=opens_browser,
         share=False,
         quiet=True,
-        show_error=True,
+        show_error=False,  # its messages name places on this machine; ours are on the page
+        max_file_size=studio.limits.upload_bytes,
         footer_links=[],
         theme=make_theme(),
         css=style_sheet(),
         head=head_html(),
         ssr_mode=False,
         enable_monitoring=False,
-        allowed_paths=[str(studio.shown)],
     )
     if is_blocking:
         print(f"the demo is at {address}  (Ctrl-C ends it)", flush=True)

@@ -6,6 +6,7 @@ memory has several faces. CUDA raises a class of its own, the CPU allocator a pl
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,10 @@ from dit_graphs.pipelines.generate import InputError
 
 from .jobs import QueueFull
 
-__all__ = ["Problem", "is_out_of_memory", "problem_of"]
+__all__ = ["Problem", "is_out_of_memory", "problem_of", "without_places"]
+
+# Two names or more after a slash; neither an address nor owner/name of a hub.
+_PLACE = re.compile(r"(?<![\w/.:])(?:~|\.{1,2})?(?:/[^\s/'\"<>:,;()\[\]]+){2,}/?")
 
 _NAMES = {
     "num_inference_steps": "steps",
@@ -65,7 +69,12 @@ def problem_of(error: BaseException, held_bytes: int = 0) -> Problem:
     return Problem(f"The pipeline failed: {type(error).__name__}", _sentence(words or "no message"))
 
 
+def without_places(text: str) -> str:
+    """`text` in which every path of this machine is only its last name."""
+    return _PLACE.sub(lambda match: match.group(0).rstrip("/").rpartition("/")[2], text)
+
+
 def _sentence(text: str) -> str:
-    text = " ".join(text.split())
+    text = without_places(" ".join(text.split()))
     text = text[:1].upper() + text[1:]
     return text if text.endswith((".", "!", "?", "…")) else f"{text}."

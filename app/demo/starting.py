@@ -31,7 +31,7 @@ def start_form(studio: Studio) -> Form:
         steps=request.num_inference_steps or _FALLBACK_STEPS,
         guidance=request.guidance_scale,
         strength=request.strength if request.strength is not None else 0.6,
-        lora="\n".join(str(adapter) for adapter in studio.start_adapters),
+        lora="\n".join(filter(None, map(studio.loras.line, studio.start_adapters))),
         fps=request.fps or 16,
     )
 

@@ -26,6 +26,7 @@ from dit_graphs.pipelines.generate.setup import set_up
 
 from .form import Limits
 from .jobs import JobQueue
+from .loras import LoraShelf
 from .modes import Mode, ModePlan, plans_of
 from .preview import Previewer
 from .rewriting import can_rewrite
@@ -55,6 +56,7 @@ class Studio:
         *,
         name: str | None = None,
         output: Path | None = None,
+        lora_dir: Path | None = None,
         limits: Limits | None = None,
         max_waiting: int = 16,
     ) -> None:
@@ -63,6 +65,7 @@ class Studio:
         self.limits = limits or Limits()
         self.plans = plans_of(type(loaded.pipe))
         loaded.pipe.set_progress_bar_config(disable=True)  # the page shows the steps
+        self.loras = LoraShelf(loaded.spec.lora, lora_dir)
         self.queue = JobQueue(max_waiting=max_waiting)
         self.previewer = Previewer()
         self.can_rewrite = can_rewrite(loaded.pipe)

@@ -17,6 +17,7 @@ from torch import Tensor
 from dit_graphs.pipelines import warmup
 from dit_graphs.pipelines.generate import (
     GenerateRequest,
+    InputError,
     Item,
     LoadedPipeline,
     Naming,
@@ -27,7 +28,7 @@ from dit_graphs.pipelines.generate import (
 )
 from dit_graphs.pipelines.generate.arguments import call_arguments
 
-from .form import Form, adapters_of, request_of, sizes_of
+from .form import Form, request_of, sizes_of
 from .gpu_busy import BusyMeter, busy_meter
 from .jobs import Job
 from .problems import is_out_of_memory
@@ -84,7 +85,7 @@ def prepare(studio: Studio, form: Form) -> Prepared:
     """The form as a complete request on its pipeline, LoRA weights set. Raises `InputError`."""
     plan = studio.plan(form.mode)
     request = request_of(form, plan, studio.limits)
-    studio.set_adapters(adapters_of(form.lora))
+    studio.set_adapters(studio.loras.adapters(form.lora))
     loaded = studio.pipeline_for(plan)
     return Prepared(loaded, complete(loaded, request))
 
@@ -235,6 +236,8 @@ class _Stoppable:
 
 def write(studio: Studio, prompt: str, seed: int, job: Job) -> None:
     """A longer prompt, shown in the job's progress while it grows; added as text at the end."""
+    if len(prompt) > studio.limits.text:
+        raise InputError("prompt", f"expected at most {studio.limits.text:,} characters here")
     job.show(stage="writing")
     text = rewrite(studio.pipe, prompt, seed=seed, on_text=lambda text: job.show(text=text))
     job.add(text)

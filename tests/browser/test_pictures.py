@@ -181,7 +181,7 @@ def test_a_missing_prompt_and_a_wrong_lora_are_explained(page: DemoPage) -> None
     page.fill(lora="/nowhere/at/all.safetensors:0.5")
     page.press("run")
     page.wait(lambda: "Check “lora”" in page.alert)
-    assert "no such file or folder" in page.alert.lower()
+    assert "No LoRA weights are offered here" in page.alert
 
 
 def test_out_of_memory_is_a_sentence_and_the_next_picture_is_fine(

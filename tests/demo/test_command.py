@@ -30,6 +30,7 @@ def test_without_gradio_it_says_what_to_install(
         (["--model", "./nowhere"], "--model: no such folder or file"),
         (["--backend", "fast"], "--backend: expected auto, full"),
         (["--output", __file__], "--output: expected a folder"),
+        (["--lora-dir", "./nowhere"], "--lora-dir: expected a folder"),
     ],
 )
 def test_a_wrong_flag_is_named(

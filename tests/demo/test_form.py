@@ -14,15 +14,21 @@ from PIL.PngImagePlugin import PngInfo
 
 from dit_graphs.app.demo import work
 from dit_graphs.app.demo.filling import form_of
-from dit_graphs.app.demo.form import Form, Limits, adapters_of, request_of, restore_form, sizes_of
+from dit_graphs.app.demo.form import Form, Limits, request_of, sizes_of
 from dit_graphs.app.demo.layout import FIELDS
 from dit_graphs.app.demo.modes import Mode, plans_of
+from dit_graphs.app.demo.restoring import restore_form
 from dit_graphs.app.demo.starting import start_form
 from dit_graphs.pipelines.generate import InputError
 
 PLANS = plans_of(diffusers.ZImagePipeline)
 TEXT, IMAGE = PLANS
 LIMITS = Limits(side=512, steps=50, images=4)
+
+
+def never(path: str) -> bool:
+    """No input picture may be opened again."""
+    return False
 
 
 def test_open_fields_leave_the_pipelines_defaults() -> None:
@@ -85,16 +91,6 @@ def test_sizes_of_a_warm_up() -> None:
             sizes_of(wrong, LIMITS)
 
 
-def test_lora_lines() -> None:
-    first, second = adapters_of("a/b.safetensors:0.5\n\n c/d \n")
-    assert (first.path, first.scale, second.path, second.scale) == (
-        "a/b.safetensors",
-        0.5,
-        "c/d",
-        1.0,
-    )
-
-
 def test_the_pages_values_are_read_in_the_order_of_its_fields() -> None:
     values = dict.fromkeys(FIELDS)
     values |= {"prompt": "x", "seed": " 12 ", "steps": 8.0, "image": "p.png"}
@@ -110,14 +106,13 @@ def test_a_file_made_here_restores_the_form_that_made_it() -> None:
     with studio_of() as studio:
         job = run_job(studio, lambda job: work.generate(studio, form, job))
         path = job.results[0].item.files[0]  # type: ignore[attr-defined]
-        restored = restore_form(path, studio.plans, studio.model_name, "ZImagePipeline")
+        restored = restore_form(path, studio, never)
         assert restored.notes == ()
         assert restored.form == a_form(
             negative_prompt="blue", seed=2**40, fps=None, strength=None, count=1
         )
-        sidecar = restore_form(
-            path.with_suffix(".json"), studio.plans, "other/model", "ZImagePipeline"
-        )
+        studio.name = "other/model"
+        sidecar = restore_form(path.with_suffix(".json"), studio, never)
         assert sidecar.form == restored.form
         assert "unsaved/ZImagePipeline" in sidecar.notes[0]
 
@@ -125,8 +120,8 @@ def test_a_file_made_here_restores_the_form_that_made_it() -> None:
 def test_a_picture_from_elsewhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.new("RGB", (8, 8)).save(path)
-    with pytest.raises(InputError, match="holds no record"):
-        restore_form(path, PLANS, "m", "ZImagePipeline")
+    with studio_of() as studio, pytest.raises(InputError, match="holds no record"):
+        restore_form(path, studio, never)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +143,14 @@ def test_a_size_that_was_left_open_is_read_from_the_picture(tmp_path: Path) -> N
     record = {
         "format": 1,
         "pipeline": "ZImagePipeline",
-        "model": {"model": "m"},
+        "model": {"model": "unsaved/ZImagePipeline"},
         "request": {"prompt": "x", "seed": 1},
     }
     info = PngInfo()
     info.add_itxt("dit-graphs", json.dumps(record))
     path = tmp_path / "a.png"
     Image.new("RGB", (48, 32)).save(path, pnginfo=info)
-    restored = restore_form(path, PLANS, "m", "ZImagePipeline")
+    with studio_of() as studio:
+        restored = restore_form(path, studio, never)
     assert (restored.form.width, restored.form.height) == (48, 32)
     assert restored.notes == ()

@@ -10,12 +10,16 @@ import torch
 from demo_studio import a_form, run_job, studio_of
 from diffusers import ZImagePipeline
 
+from dit_graphs import GraphConfig
 from dit_graphs.app.demo import work
-from dit_graphs.app.demo.form import restore_form
+from dit_graphs.app.demo.loras import LoraShelf
+from dit_graphs.app.demo.restoring import restore_form
 from dit_graphs.app.demo.stage import details_html
+from dit_graphs.app.demo.starting import start_form
 from dit_graphs.app.demo.studio import Studio
 from dit_graphs.app.demo.work import Finished
-from dit_graphs.pipelines.generate import InputError
+from dit_graphs.pipelines.generate import Adapter, InputError, LoadedPipeline, ModelSpec
+from dit_graphs.pipelines.generate.setup import set_up
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +52,9 @@ def _pixels(finished: Finished) -> bytes:
 
 
 def test_b24_strengths_act_and_come_back_and_none_is_the_base_model(weights: Path) -> None:
-    with studio_of() as studio:
-        lines = ("", f"{weights}:1", f"{weights}:0.5", f"{weights}:0", f"{weights}:1", "")
+    name = weights.name
+    with studio_of(lora_dir=weights.parent) as studio:
+        lines = ("", f"{name}:1", f"{name}:0.5", f"{name}:0", name, "")
         made = [_draw(studio, lora) for lora in lines]
         base, full, half, nothing, again, after = map(_pixels, made)
         assert len({base, full, half}) == 3
@@ -59,27 +64,32 @@ def test_b24_strengths_act_and_come_back_and_none_is_the_base_model(weights: Pat
         assert made[1].item.record["model"]["lora"] == [f"{weights}:1.0"]  # type: ignore[index,call-overload]
         assert "lora" not in made[5].item.record["model"]  # type: ignore[operator]
         assert "pytorch_lora_weights.safetensors:0.5" in details_html(made[2])
-        restored = restore_form(
-            made[2].item.files[0], studio.plans, studio.model_name, "ZImagePipeline"
-        )
-        assert restored.form.lora == f"{weights}:0.5"
+        restored = restore_form(made[2].item.files[0], studio, lambda path: False)
+        assert (restored.form.lora, restored.notes) == (f"{name}:0.5", ())
+        studio.loras = LoraShelf()
+        restored = restore_form(made[2].item.files[0], studio, lambda path: False)
+        assert restored.form.lora == ""
+        assert "not offered here" in restored.notes[0]
 
 
 def test_graphs_with_a_lora_draw_what_plain_calls_draw(weights: Path) -> None:
     from dit_graphs.pipelines import disabled
 
-    with studio_of() as studio:
-        _draw(studio, f"{weights}:0.7")
-        graphs = _draw(studio, f"{weights}:0.7")
+    with studio_of(lora_dir=weights.parent) as studio:
+        _draw(studio, f"{weights.name}:0.7")
+        graphs = _draw(studio, f"{weights.name}:0.7")
         assert graphs.trace.calls["denoiser"].num_eager == 0
         with disabled(studio.pipe):
-            plain = _draw(studio, f"{weights}:0.7")
+            plain = _draw(studio, f"{weights.name}:0.7")
     assert _pixels(graphs) == _pixels(plain)
 
 
-@pytest.mark.parametrize("lora", ["/nowhere/x.safetensors:1", "x:y:z", ":1"])
-def test_b24_a_lora_that_is_not_there_is_an_error_and_the_base_model_stays(lora: str) -> None:
-    with studio_of() as studio:
+@pytest.mark.parametrize("lora", ["/nowhere/x.safetensors:1", "x:y:z", ":1", "x/y", "NAME:much"])
+def test_b24_a_lora_that_is_not_there_is_an_error_and_the_base_model_stays(
+    lora: str, weights: Path
+) -> None:
+    lora = lora.replace("NAME", weights.name)
+    with studio_of(lora_dir=weights.parent) as studio:
         base = _draw(studio, "")
         with pytest.raises(InputError) as caught:
             _draw(studio, lora)
@@ -92,8 +102,68 @@ def test_weights_of_another_model_are_refused_and_leave_nothing(tmp_path: Path) 
 
     path = tmp_path / "other.safetensors"
     save_file({"unet.nothing.lora_A.weight": torch.ones(2, 2)}, path)
-    with studio_of() as studio:
+    with studio_of(lora_dir=tmp_path) as studio:
         base = _draw(studio, "")
         with pytest.raises(InputError, match=r"cannot be loaded|holds no weights"):
-            _draw(studio, f"{path}:1")
+            _draw(studio, f"{path.name}:1")
         assert _pixels(_draw(studio, "")) == _pixels(base)
+
+
+def test_names_stand_for_files_of_the_folder_and_of_the_command_line(tmp_path: Path) -> None:
+    folder, other = tmp_path / "offered", tmp_path / "other"
+    for place in ("a.safetensors", "style/b.safetensors", "c.bin", ".hidden/d.safetensors"):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).touch()
+    for place in ("one/w.safetensors", "two/w.safetensors"):
+        (other / place).parent.mkdir(parents=True, exist_ok=True)
+        (other / place).touch()
+    start = (
+        Adapter(str(other / "one" / "w.safetensors"), 0.5),
+        Adapter(str(other / "two" / "w.safetensors")),
+        Adapter("owner/name", 0.7),
+    )
+    shelf = LoraShelf(start, folder)
+    assert set(shelf.places()) == {
+        "a.safetensors",
+        "style/b.safetensors",
+        ".hidden/d.safetensors",
+        "one/w.safetensors",
+        "two/w.safetensors",
+        "owner/name",
+    }
+    assert [shelf.line(adapter) for adapter in start] == [
+        "one/w.safetensors:0.5",
+        "two/w.safetensors:1",
+        "owner/name:0.7",
+    ]
+    text = "\n".join(["style/b.safetensors:0.3", " a.safetensors ", "owner/name:-1"])
+    assert shelf.adapters(text) == (
+        Adapter(str(folder / "style" / "b.safetensors"), 0.3),
+        Adapter(str(folder / "a.safetensors")),
+        Adapter("owner/name", -1.0),
+    )
+    inside = str(folder / "a.safetensors")
+    for wrong in (
+        "c.bin",
+        "../other/one/w.safetensors",
+        inside,
+        "owner/other",
+        "a.safetensors:nan",
+    ):
+        with pytest.raises(InputError):
+            shelf.adapters(wrong)
+    with pytest.raises(InputError, match="at most 8 lines"):
+        shelf.adapters("a.safetensors\n" * 9)
+
+
+def test_the_page_starts_with_the_weights_of_the_command_line_by_name(weights: Path) -> None:
+    pipe = tiny.build("z-image")
+    spec = ModelSpec(model="unsaved/ZImagePipeline", lora=(Adapter(str(weights), 0.5),))
+    set_up(pipe, spec, torch.device("cpu"))
+    loaded = LoadedPipeline(pipe, spec, torch.device("cpu"), {})
+    studio = Studio(loaded, GraphConfig(backend="off"))
+    try:
+        assert start_form(studio).lora == f"{weights.name}:0.5"
+        assert studio.loras.adapters(start_form(studio).lora) == spec.lora
+    finally:
+        studio.close()

@@ -30,6 +30,7 @@ def make_studio(
     *,
     config: GraphConfig | None = None,
     output: Path | None = None,
+    lora_dir: Path | None = None,
     max_waiting: int = 16,
 ) -> Studio:
     """A studio whose denoiser is replayed by the CPU recorder."""
@@ -38,7 +39,14 @@ def make_studio(
     spec = ModelSpec(model=f"unsaved/{type(pipe).__name__}")
     dit_graphs.accelerate(pipe, config)
     loaded = LoadedPipeline(pipe, spec, pipe._execution_device, {})
-    return Studio(loaded, config, output=output, limits=Limits(side=512), max_waiting=max_waiting)
+    return Studio(
+        loaded,
+        config,
+        output=output,
+        lora_dir=lora_dir,
+        limits=Limits(side=512),
+        max_waiting=max_waiting,
+    )
 
 
 @contextmanager
