@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 
 from .errors import CaptureAborted, Reason
 
@@ -33,23 +34,28 @@ class CaptureGate:
         self._owner: int | None = None
         self._waiting: int | None = None
         self._put_off = 0
+        self._shared = _Shared(self)
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Held for one wrapped call; waits while another thread captures or is about to."""
+        return self._shared
+
+    def enter(self) -> None:
+        """A call of this thread begins; see `shared`."""
         me = threading.get_ident()
         with self._lock:
             while me not in self._inside and (self._waiting or self._owner not in (None, me)):
                 self._lock.wait()
             self._inside[me] = self._inside.get(me, 0) + 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside[me] -= 1
-                if not self._inside[me]:
-                    del self._inside[me]
-                self._lock.notify_all()
+
+    def leave(self) -> None:
+        """That call is over."""
+        me = threading.get_ident()
+        with self._lock:
+            self._inside[me] -= 1
+            if not self._inside[me]:
+                del self._inside[me]
+            self._lock.notify_all()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -102,3 +108,23 @@ class CaptureGate:
                 with self._lock:
                     self._owner = None
                     self._lock.notify_all()
+
+
+class _Shared(AbstractContextManager[None]):
+    """The gate held shared. Not a generator: every step of every pipeline passes here."""
+
+    __slots__ = ("_gate",)
+
+    def __init__(self, gate: CaptureGate) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        self._gate.enter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._gate.leave()

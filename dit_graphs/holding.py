@@ -10,9 +10,12 @@ from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+import torch
+from torch import nn
+
 from .budget import keep_budget
-from .cache import Entry, GraphCache
-from .calls import Eager, RunnerOptions
+from .cache import Entry, GraphCache, State
+from .calls import Eager, RunnerOptions, signature_source
 from .capture import Capturer
 from .config import GraphConfig
 from .counters import RunnerStats, log
@@ -20,7 +23,7 @@ from .errors import CaptureAborted, Reason
 from .intercept import Intercept
 from .memory import DeviceState
 from .module_watch import ModuleWatch
-from .request_scope import current_request
+from .request_scope import Request, current_request
 from .signature import CallForm, Signature
 from .worth import MOSTLY_EAGER, Worth, expected_speedup
 
@@ -34,8 +37,10 @@ _SHORT_OF_MEMORY = (Reason.LOW_MEMORY, Reason.OUT_OF_MEMORY, Reason.MEMORY_BUDGE
 class GraphHolding:
     """The part of a runner that keeps graphs; `GraphRunner` adds the calls."""
 
+    module: nn.Module
     config: GraphConfig
     options: RunnerOptions
+    device: torch.device
     stats: RunnerStats
     cache: GraphCache
     state: DeviceState
@@ -45,8 +50,13 @@ class GraphHolding:
     guests: dict[object, RunnerOptions]
     intercept: Intercept | None
     _form: CallForm
+    _form_source: Eager
     _watch: ModuleWatch
     _capturer: Capturer
+
+    def _settle_on(self, device: torch.device) -> None:
+        """Serve a module that lies on `device` from now on."""
+        raise AssertionError("the runner knows how")
 
     def mark_changed(self) -> None:
         """A mutator ran (LoRA, processors, `.to`): the next call checks the module again.
@@ -177,6 +187,33 @@ class GraphHolding:
         elif worth is not None and not self.stats.has_estimate:
             self.stats.has_estimate = True
             log.info("%s: %s", self.stats.component, worth)
+
+    def _check_module(self, request: Request | None) -> None:
+        """Once per request (or call): the weights, hooks and Python state are as captured."""
+        number = request.number if request is not None else None
+        if self._watch.is_current(number):
+            return
+        change = self._watch.refresh(number)
+        source = signature_source(self.module, self.eager)
+        if source != self._form_source:  # somebody patched `forward`
+            self._form_source = source
+            self._form = CallForm(source, self.options.ignore)
+        here = self._watch.device
+        if here is not None and here != self.device:
+            self._leave_device()
+            self._settle_on(here)
+            if self.backend == "none":
+                raise CaptureAborted(Reason.NO_CUDA, str(here))
+        if change == "weights":
+            self.cache.unblock_all()
+            if self.cache.held():
+                self._invalidate()
+        elif change == "caches":
+            for entry in self.cache.held():
+                entry.state = State.CAPTURED  # compared once more before it serves again
+        refusal = self._watch.refusal = self._watch.refusal or self._guarded()
+        if refusal is not None:
+            raise CaptureAborted(*refusal)
 
     def _make_room(self, entry: Entry) -> bool:
         if not entry.is_held and not self.cache.make_room(entry):

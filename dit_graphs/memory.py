@@ -12,7 +12,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -67,21 +68,35 @@ class DeviceState:
         self.holders: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
         self._replaying = 0
         self._retire_later = False
+        self._turn = _Turn(self)
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self) -> AbstractContextManager[None]:
         """Held from bind to hand-out. Raises `CaptureAborted` inside another replay's break."""
-        with self.replay_lock:
+        return self._turn
+
+    def begin_replay(self) -> None:
+        """See `replaying`."""
+        self.replay_lock.acquire()
+        try:
             if self._replaying:
                 raise CaptureAborted(Reason.NESTED_REPLAY, "")
+            self._begin_order()
             self._replaying += 1
+        except BaseException:
+            self.replay_lock.release()
+            raise
+
+    def end_replay(self) -> None:
+        """The results are the caller's own; another call may replay."""
+        try:
+            self._end_order()
+        finally:
+            self._replaying -= 1
             try:
-                with self._ordered():
-                    yield
-            finally:
-                self._replaying -= 1
                 if self._retire_later:
                     self.retire()
+            finally:
+                self.replay_lock.release()
 
     @contextmanager
     def quiet_collector(self) -> Iterator[None]:
@@ -94,9 +109,11 @@ class DeviceState:
             if was_enabled:
                 gc.enable()
 
-    @contextmanager
-    def _ordered(self) -> Iterator[None]:
-        yield
+    def _begin_order(self) -> None:
+        """What follows runs after every earlier replay on the device."""
+
+    def _end_order(self) -> None:
+        """Later replays run after what was launched since `_begin_order`."""
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
@@ -161,6 +178,26 @@ class DeviceState:
         pass
 
 
+class _Turn(AbstractContextManager[None]):
+    """One replay's turn on the device; not a generator: every step of a pipeline passes here."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.begin_replay()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._state.end_replay()
+
+
 class HostState(DeviceState):
     """CPU: calls are ordered by themselves."""
 
@@ -210,6 +247,9 @@ class CudaState(DeviceState):
         self._pool: PoolId | None = None
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._last_replay = torch.cuda.Event()
+        # one each, because one replay at a time is between its two ends
+        self._on_device = torch.cuda.device(device)
+        self._caller: torch.cuda.Stream | None = None
 
     @property
     def pool(self) -> PoolId:
@@ -231,15 +271,18 @@ class CudaState(DeviceState):
             graph.capture_end()
         return graph
 
-    @contextmanager
-    def _ordered(self) -> Iterator[None]:
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(self._last_replay)
-            try:
-                yield
-            finally:
-                self._last_replay.record(stream)
+    def _begin_order(self) -> None:
+        self._on_device.__enter__()
+        self._caller = torch.cuda.current_stream(self.device)
+        self._last_replay.wait(self._caller)
+
+    def _end_order(self) -> None:
+        caller, self._caller = self._caller, None
+        try:
+            assert caller is not None
+            self._last_replay.record(caller)
+        finally:
+            self._on_device.__exit__(None, None, None)
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,10 @@ from .config import GraphConfig
 from .counters import RunnerStats, log
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason, forget_refusals
 from .holding import GraphHolding
+from .known_calls import KnownCalls
 from .memory import device_state
 from .module_watch import ModuleWatch
-from .request_scope import Request, current_request
+from .request_scope import current_request
 from .signature import CallForm, sign
 from .tree import UnknownLeaf
 from .verify import Undo, Verdict, verify_call
@@ -62,6 +63,7 @@ class GraphRunner(GraphHolding):
         self.cache = GraphCache(config.max_graphs, self._evict)
         self._form_source = signature_source(module, eager)
         self._form = CallForm(self._form_source, options.ignore)
+        self._known = KnownCalls()
         self._watch = ModuleWatch(module)
         self._open_family()
         self._settle_on(device_of(module))
@@ -121,24 +123,43 @@ class GraphRunner(GraphHolding):
         positional, named = self._form.normalise(args, kwargs)
         named = self._prepared(named)
         tensors: list[Tensor] = []
-        try:
-            keyed = self._form.keyed(named)
+        keyed = self._form.keyed(named)
+        ambient, extra = ambient_state(self.device), self._extra()
+        known = self._known.find(keyed, ambient, extra) if not positional else None
+        if known is not None:
+            entry, tensors = known
+            self.cache.touch(entry, number)
+        else:
             arguments = (positional, keyed) if positional else keyed
-            signature = sign(arguments, ambient_state(self.device), self._extra(), tensors)
+            entry = self._sign(arguments, ambient, extra, tensors, number)
+            if entry.state is State.READY and not positional:
+                self._known.learn(entry, keyed)
+        if request is not None:
+            request.count(entry.signature)
+        return Call(args, kwargs, positional, named, tensors, request), entry
+
+    def _sign(
+        self,
+        arguments: object,
+        ambient: Hashable,
+        extra: Hashable,
+        tensors: list[Tensor],
+        number: int | None,
+    ) -> Entry:
+        """The entry of the call's signature; its tensors are appended to `tensors`."""
+        try:
+            signature = sign(arguments, ambient, extra, tensors)
         except UnknownLeaf as leaf:
             if leaf.kind == "size":
                 raise CaptureAborted(Reason.SIGNATURE_TOO_LARGE) from None
             raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, leaf.kind) from None
-        call = Call(args, kwargs, positional, named, tensors, request)
         entry = self.cache.find(signature, number)
         if entry is None:
             check_tensors(tensors, self.device)
             if self.cache.varies(signature):
                 raise CaptureAborted(Reason.VARYING_SCALAR, signature.describe())
             entry = self.cache.add(signature, self.options.policy, number, self._own_key())
-        if request is not None:
-            request.count(signature)
-        return call, entry
+        return entry
 
     def _serve(self, entry: Entry, call: Call) -> object:
         if entry.state is State.READY:
@@ -369,31 +390,3 @@ class GraphRunner(GraphHolding):
             forget_refusals(error)
             raise
         return self.call_eager(*args, **kwargs)
-
-    # Keeping the graphs true.
-    def _check_module(self, request: Request | None) -> None:
-        """Once per request (or call): the weights, hooks and Python state are as captured."""
-        number = request.number if request is not None else None
-        if self._watch.is_current(number):
-            return
-        change = self._watch.refresh(number)
-        source = signature_source(self.module, self.eager)
-        if source != self._form_source:  # somebody patched `forward`
-            self._form_source = source
-            self._form = CallForm(source, self.options.ignore)
-        here = self._watch.device
-        if here is not None and here != self.device:
-            self._leave_device()
-            self._settle_on(here)
-            if self.backend == "none":
-                raise CaptureAborted(Reason.NO_CUDA, str(here))
-        if change == "weights":
-            self.cache.unblock_all()
-            if self.cache.held():
-                self._invalidate()
-        elif change == "caches":
-            for entry in self.cache.held():
-                entry.state = State.CAPTURED  # compared once more before it serves again
-        refusal = self._watch.refusal = self._watch.refusal or self._guarded()
-        if refusal is not None:
-            raise CaptureAborted(*refusal)

@@ -64,12 +64,11 @@ class StaticInputs:
         """The buffers hold the tensors' values."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        stale = {
-            self.groups[index]
-            for index, tensor in enumerate(tensors)
-            if not self.is_bound(index, tensor)
-        }
-        self._bound = [(tensor, _version(tensor)) for tensor in tensors]
+        stale: set[int] = set()
+        for index, tensor in enumerate(tensors):
+            if not self.is_bound(index, tensor):
+                stale.add(self.groups[index])
+                self._bound[index] = (tensor, _version(tensor))
         for index in stale:
             buffer, tensor = self.buffers[index], tensors[index]
             if self._plain[index] and tensor.device == buffer.device:
@@ -92,6 +91,8 @@ class StaticInputs:
 
     def changed_unproven(self, tensors: list[Tensor]) -> list[int]:
         """Unproven leaves whose value differs from the one the buffer still holds."""
+        if not self.suspects and False not in self.proven:
+            return []
         return [
             index
             for index, tensor in enumerate(tensors)

@@ -81,9 +81,12 @@ def _hooks_of(block: nn.Module) -> dict[str, Any]:
 
 def _leading_hook(module: nn.Module) -> tuple[str, Any] | None:
     """The hook that decides: diffusers puts it on the first block of the first list of blocks."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList) and len(child):
-            hooks = _hooks_of(child[0])
+    for child in module._modules.values():  # read on every step: `children()` builds a set
+        if not isinstance(child, nn.ModuleList):
+            continue
+        block = next(iter(child._modules.values()), None)
+        hooks = _hooks_of(block) if block is not None else {}
+        if hooks:
             for name in (_FIRST_BLOCK, _MAG):
                 if name in hooks:
                     return name, hooks[name]

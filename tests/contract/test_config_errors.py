@@ -173,7 +173,7 @@ def test_a_pipeline_on_the_meta_device_is_refused_untouched() -> None:
     assert vars(pipe.transformer) == transformer, "the denoiser had come first"
 
 
-@pytest.mark.parametrize("target", [object(), 3, "pipe", []], ids=str)
+@pytest.mark.parametrize("target", [object(), 3, "pipe", []], ids=lambda made: type(made).__name__)
 def test_something_that_is_no_pipeline_is_refused(target: object) -> None:
     with pytest.raises(ConfigError, match="expected a diffusers pipeline"):
         dit_graphs.accelerate(target)
