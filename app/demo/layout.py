@@ -154,7 +154,8 @@ def _controls(parts: Parts, studio: Studio) -> None:
 
 
 _HINTS = {
-    Mode.IMAGE: "Start from a picture; the strength says how far it may change.",
+    Mode.IMAGE: "Start from a picture, cropped to width × height; the strength says how far it "
+    "may change.",
     Mode.EDIT: "Say what should change in the picture.",
     Mode.VIDEO: "A short film of the prompt.",
 }

@@ -206,7 +206,7 @@ def test_out_of_memory_is_a_sentence_and_the_next_picture_is_fine(
 
 def test_image_to_image_starts_from_the_dropped_picture(page: DemoPage, tmp_path: Path) -> None:
     path = tmp_path / "start.png"
-    Image.new("RGB", (128, 128), "teal").save(path)
+    Image.new("RGB", (201, 140), "teal").save(path)
     page.go_to("Image to image")
     page.fill(prompt="a red heart", seed=7, steps=4)
     page.press("run")

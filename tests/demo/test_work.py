@@ -20,6 +20,7 @@ from dit_graphs.app.demo.compare_view import comparison_html
 from dit_graphs.app.demo.jobs import Job, JobState
 from dit_graphs.app.demo.modes import Mode
 from dit_graphs.app.demo.problems import problem_of
+from dit_graphs.app.demo.restoring import restore_form
 from dit_graphs.app.demo.stage import details_html
 from dit_graphs.app.demo.studio import Studio
 from dit_graphs.app.demo.work import Finished, Warmed
@@ -177,6 +178,42 @@ def test_image_to_image_shares_the_graphs(tmp_path: Path) -> None:
         assert made[0].item.num_steps == 2  # half of four
         assert made[1].trace.calls["denoiser"].captures == 0
         assert _pixels(made[0]) != _pixels(made[1])
+
+
+def test_an_input_picture_of_another_shape_is_cropped_to_the_size(tmp_path: Path) -> None:
+    """Z-Image adds the picture's latents to noise of the asked size: other shapes failed."""
+    wide = Image.new("RGB", (201, 140), "red")
+    wide.paste("blue", (25, 0, 176, 140))  # what is left of 1 : 1 is blue alone
+    for name in ("wide.jpg", "small.png"):
+        wide.save(tmp_path / name, quality=95)
+    blue = tmp_path / "blue.png"
+    Image.new("RGB", (64, 64), "blue").save(blue)
+    with studio_of() as studio:
+
+        def draw(path: Path, **fields: object) -> Finished:
+            images = (str(path),)
+            (made,) = _generate(studio, mode=Mode.IMAGE, images=images, strength=0.5, **fields)
+            return made
+
+        cropped = draw(tmp_path / "small.png")
+        assert _pixels(cropped) == _pixels(draw(blue))
+        draw(tmp_path / "wide.jpg", width=96)
+        form = a_form(mode=Mode.IMAGE, images=(str(tmp_path / "small.png"),), strength=0.5)
+        run_job(studio, lambda job: work.warm_up(studio, form, "64x96, 96x64", job))
+        (comparison,) = run_job(studio, lambda job: compare(studio, form, job)).results
+        assert comparison.is_equal  # type: ignore[attr-defined]
+        assert Image.open(tmp_path / "small.png").size == (201, 140)
+        restored = restore_form(cropped.item.files[0], studio, lambda path: True)
+        (again,) = _pictures(run_job(studio, lambda job: work.generate(studio, restored.form, job)))
+        assert again.item.files[0].read_bytes() == cropped.item.files[0].read_bytes()
+
+
+def test_a_broken_picture_is_an_error_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "broken.png"
+    Image.effect_noise((64, 64), 50).save(path)
+    path.write_bytes(path.read_bytes()[:900])
+    with studio_of() as studio, pytest.raises(InputError, match="can be read"):
+        _generate(studio, mode=Mode.IMAGE, images=(str(path),))
 
 
 def test_b52_a_strength_of_nothing_is_an_error_or_a_picture_but_never_a_crash(
