@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from .op_traits import fills_masks
 from .tree import UnknownLeaf, tensor_leaves
 from .watch import Args, Function, Handler, Kwargs, Watch
 
@@ -121,9 +122,8 @@ def _indexed(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
 
 
 def _is_masked_fill(args: Args) -> bool:
-    """A write of one value: under a mask it needs no size on the host."""
-    value = args[2] if len(args) > 2 else None
-    return len(args) > 2 and not (isinstance(value, Tensor) and value.numel() > 1)
+    """A write of one value that the host knows: under a mask it needs no size there."""
+    return len(args) > 2 and (not isinstance(args[2], Tensor) or fills_masks(args[2]))
 
 
 def _without_known_masks(watch: Watch, parts: tuple[object, ...]) -> tuple[object, ...]:
@@ -147,13 +147,15 @@ def _places(watch: Watch, part: object) -> tuple[object, ...]:
 def _moved_value(watch: Watch, value: object, target: Tensor, is_masked: bool) -> object:
     """What is written into a device tensor, on the device: a host tensor becomes a constant.
 
-    A number too: torch would bring it over as a CPU tensor. Not under a mask, whose fill wants it
-    on the host.
+    A number too: torch would bring it over as a CPU tensor. Not one value under a mask, whose fill
+    wants it on the host.
     """
     device = target.device
     if device.type == "cpu":
         return value
     if isinstance(value, Tensor) and value.device.type == "cpu":
+        if is_masked and fills_masks(value):
+            return value
         return watch.constant(lambda: value.to(device), lambda: value)
     if isinstance(value, (bool, int, float, complex)) and not is_masked:
         return torch.full((), value, dtype=target.dtype, device=device)

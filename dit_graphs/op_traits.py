@@ -16,6 +16,7 @@ __all__ = [
     "Args",
     "Kwargs",
     "OpTraits",
+    "fills_masks",
     "iter_tensors",
     "storage_key",
     "storage_parts",
@@ -94,6 +95,11 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         is_allocation=schema.name in _ALLOCATIONS,
     )
+
+
+def fills_masks(value: Tensor) -> bool:
+    """Whether torch writes this value under a mask as a fill, without asking where the mask is."""
+    return value.numel() == 1 and value.device.type == "cpu"
 
 
 def iter_tensors(values: Iterable[object]) -> Iterable[Tensor]:

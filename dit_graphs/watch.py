@@ -29,6 +29,7 @@ from .op_traits import (
     Args,
     Kwargs,
     OpTraits,
+    fills_masks,
     iter_tensors,
     storage_key,
     storage_parts,
@@ -249,8 +250,7 @@ class Watch(ABC):
         masks = [t for t in iter_tensors(indices) if t.dtype in (torch.bool, torch.uint8)]
         if not any(self.is_device(mask) for mask in masks):
             return False
-        # a masked write of one value is a masked fill: no size is needed on the host
-        return not (is_write and isinstance(args[2], Tensor) and args[2].numel() == 1)
+        return not (is_write and isinstance(args[2], Tensor) and fills_masks(args[2]))
 
     def _check_devices(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> bool:
         """Whether the op copies to the host by itself; copies to the device are reported."""

@@ -119,6 +119,31 @@ def test_a_masked_write_of_one_value_is_no_read(where: Where) -> None:
     assert twin.replays == 3
 
 
+@pytest.mark.parametrize("value", ["host", "device", "device rows"])
+def test_a_masked_write_of_a_tensor(where: Where, value: str) -> None:
+    """CUDA fills with one value of the host; for any other it asks where the mask is."""
+
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            rows = x[:, 0] > 9.0  # none: what is written has no elements
+            if value == "host":
+                x[x > 0] = torch.tensor(3.0)
+            elif value == "device":
+                x[x > 0] = x.mean()
+            else:
+                x[rows] *= 2.0
+            return x.sin()
+
+    twin = Twin(Writes(), where)
+    for index in range(6):
+        twin(where.randn(4, 3, seed=index))
+    if value == "host":
+        assert twin.replays == 3
+    else:
+        assert "capture_failed" not in twin.fallbacks, twin.details
+
+
 def test_a_read_in_a_module_called_from_many_places(segmenting: Where) -> None:
     shared = Reader(_READS["item"])
 

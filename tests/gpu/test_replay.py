@@ -178,6 +178,7 @@ def test_two_pipelines_on_two_streams_from_two_threads():
     pairs = [(build(seed=s), build(seed=s)) for s in (1, 2)]
     for module, _ in pairs:
         wrap(module, GraphConfig(backend="full"))
+    torch.cuda.synchronize()  # the weights arrived on this thread's stream
     wrong: list[str] = []
 
     def work(index: int) -> None:
