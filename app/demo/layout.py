@@ -67,8 +67,9 @@ def build_parts(studio: Studio) -> Parts:
                     _compare(parts)
                 with gr.Tab("Warm up", id="warm"):
                     _warm(parts, studio)
+            # A function: what the graphs hold when a page is opened, not when the server started.
             parts.named["graphs"] = gr.HTML(
-                panel_html(studio.snapshot, None), elem_id="dg-graphs-panel"
+                lambda: panel_html(studio.snapshot, None), elem_id="dg-graphs-panel"
             )
     return parts
 

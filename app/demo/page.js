@@ -15,6 +15,12 @@
   const MISNAMED = ".upload-container[aria-label], .thumbnail-lg[aria-label]";
   const rename = () => {
     for (const button of document.querySelectorAll(MISNAMED)) button.removeAttribute("aria-label");
+    // A message's head is a button with the close button inside: two in one place are none.
+    for (const head of document.querySelectorAll(".toast-header[role]")) {
+      head.removeAttribute("role");
+      head.removeAttribute("tabindex");
+      head.removeAttribute("aria-label");
+    }
   };
   const start = () => {
     if (stored()) apply(stored());

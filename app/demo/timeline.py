@@ -48,7 +48,8 @@ def _bar(span: Span, total: float) -> str:
     left, width = 100 * span.start_ms / total, 100 * (span.end_ms - span.start_ms) / total
     name = str(span.index) if span.stage == "step" else span.stage
     is_wide = width > (_STEP_LABEL if span.stage == "step" else _STAGE_LABEL)
-    label = f"<b>{text(name)}</b>" if is_wide else ""
+    kind = "" if span.stage == "step" else ' class="dg-stage-name"'
+    label = f"<b{kind}>{text(name)}</b>" if is_wide else ""
     mark = '<i class="dg-capture-mark"></i>' if span.total.captures else ""
     return (
         f'<span class="dg-bar dg-{span.source}" title="{text(_sentence(span))}" '

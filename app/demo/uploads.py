@@ -20,6 +20,7 @@ from PIL import Image
 from dit_graphs.pipelines.generate import InputError
 
 from .form import Limits
+from .problems import problem_of
 
 __all__ = ["GuardedBlocks", "checked_file", "checked_picture", "is_upload"]
 
@@ -90,7 +91,9 @@ class GuardedBlocks(gr.Blocks):  # type: ignore[misc]
                     else:
                         checked_file("file", path, self._limits)
         except InputError as error:
-            raise gr.Error(error.problem, print_exception=False) from error
+            problem = problem_of(error)
+            words = f"{problem.title}: {problem.text}"
+            raise gr.Error(words, print_exception=False) from error
         return cast("list[object]", await super().preprocess_data(block_fn, inputs, *rest, **more))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,38 @@ def test_warm_up_captures_what_the_first_picture_then_replays(page: DemoPage) ->
     steps = [title for title in titles if title.startswith("step ")]
     assert len(steps) == 4
     assert all("denoiser: 1 from graphs" in title for title in steps), steps
+
+
+def test_a_telephone_shows_everything_in_its_width(page: DemoPage) -> None:
+    size = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page.open()
+        page.generate(prompt="a red heart", seed=7, steps=12)
+        assert page.script("return document.documentElement.scrollWidth") == 375
+        labels = page.script(
+            "return [...document.querySelectorAll('.dg-axis span, .dg-bar b')].map((one) => {"
+            "const box = one.getBoundingClientRect(); "
+            "const bar = one.closest('.dg-bar')?.getBoundingClientRect();"
+            "return [one.className, box.left, box.right, bar?.left ?? 0, bar?.right ?? 375];"
+            "}).filter((one) => one[1] < one[2])"
+        )
+        stages = [one for one in labels if one[0] == "dg-stage-name"]
+        assert all(left >= start and right <= end for _, left, right, start, end in stages), stages
+        ticks = [one for one in labels if one[4] == 375]
+        assert len(ticks) >= 2
+        for (_, _, right, *_), (_, left, *_) in itertools.pairwise(ticks):
+            assert right < left
+        page.go_to("Compare")
+        _compare(page)
+        assert page.script("return document.documentElement.scrollWidth") == 375
+        lines = "return [...document.querySelectorAll('.dg-time .dg-quiet')]"
+        widths = page.script(f"{lines}.map((one) => one.getBoundingClientRect().width)")
+        assert len(widths) == 3
+        assert min(widths) > 200
+        assert page.serious_violations() == []
+    finally:
+        page.chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_axe_finds_nothing_serious_in_light_and_dark(page: DemoPage) -> None:

@@ -218,6 +218,30 @@ def test_image_to_image_starts_from_the_dropped_picture(page: DemoPage, tmp_path
     assert "strength\n0.6" in details
 
 
+def test_a_file_that_is_no_picture_is_explained(page: DemoPage, tmp_path: Path) -> None:
+    path = tmp_path / "words.png"
+    path.write_bytes(b"no picture at all")
+    page.go_to("Image to image")
+    page.fill(prompt="a red heart")
+    page.drop("#dg-image .upload-container", path)
+    page.wait(lambda: page.find("#dg-image img"))
+    page.press("run")
+    toast = page.wait(lambda: page.find(".toast-body"))
+    page.wait(lambda: "Expected a picture that can be read" in toast.text)
+    assert "Check “image”" in toast.text
+    for _ in range(2):
+        assert page.serious_violations() == []
+        page.script("document.querySelector('#dg-theme').click()")  # the message lies over it
+
+
+def test_a_page_opened_later_shows_the_graphs_there_are(page: DemoPage) -> None:
+    page.generate(prompt="a red heart", seed=7, steps=4)
+    page.open()
+    panel = page.wait(lambda: page.find("#dg-graphs-panel"))
+    page.wait(lambda: "latent 16×16" in page.find("#dg-graphs-panel").text)  # type: ignore[union-attr]
+    assert "0 graphs" not in panel.text
+
+
 def test_a_prompt_grows_while_it_is_written(page: DemoPage, studio: Studio) -> None:
     assert studio.can_rewrite
     page.fill(prompt="a cat", seed=3)

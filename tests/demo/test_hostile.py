@@ -267,7 +267,7 @@ def test_a_file_that_is_no_picture_is_refused_in_words(stranger: Stranger, data:
         upload = stranger.upload(data, name)
         success, _, sent = stranger.send("generate", prompt="x", image=upload, **SMALL)
         assert not success
-        assert "expected a picture that can be read" in sent
+        assert "Expected a picture that can be read" in sent
 
 
 def test_an_upload_that_is_too_large_is_refused(stranger: Stranger, studio: Studio) -> None:
