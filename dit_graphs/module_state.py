@@ -21,6 +21,7 @@ __all__ = ["ModuleState", "derived_names", "is_ours", "sweep", "weight_keys"]
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _LEAF_LIMIT = 512
+_SIMPLE = frozenset({bool, int, str, type(None)})
 _OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
 
 
@@ -30,7 +31,7 @@ class ModuleState:
 
     weights: tuple[Hashable, ...]
     caches: tuple[Hashable, ...]
-    python: tuple[tuple[str, Hashable], ...]
+    python: tuple[tuple[str, ...], tuple[Hashable, ...], tuple[Hashable, ...]]
     hooked: tuple[str, ...]
     compiled: tuple[str, ...]
     devices: frozenset[torch.device]
@@ -38,9 +39,12 @@ class ModuleState:
 
     def changed_attributes(self, other: ModuleState) -> frozenset[str]:
         """Names of the plain attributes whose value differs between two sweeps."""
-        mine, theirs = dict(self.python), dict(other.python)
+        mine, theirs = self._by_name(), other._by_name()
         names = mine.keys() | theirs.keys()
         return frozenset(n for n in names if mine.get(n) != theirs.get(n))
+
+    def _by_name(self) -> dict[str, Hashable]:
+        return {name: (kind, value) for name, kind, value in zip(*self.python, strict=True)}
 
 
 def tensor_key(tensor: Tensor) -> Hashable:
@@ -82,7 +86,11 @@ class _Sweep:
         self.volatile = volatile
         self.weights: list[Hashable] = []
         self.caches: list[Tensor] = []
-        self.python: list[tuple[str, Hashable]] = []
+        # three flat lists: a tuple per attribute would set off the garbage collector, whose passes
+        # over torch's heap take longer than the whole sweep
+        self.names: list[str] = []
+        self.kinds: list[Hashable] = []
+        self.values: list[Hashable] = []
         self.hooked: list[str] = []
         self.compiled: list[str] = []
         self.devices: set[torch.device] = set()
@@ -95,7 +103,7 @@ class _Sweep:
             self.compiled.append(path or "the module itself")
         # of a module without weights only its identity tells Tanh from Sigmoid
         bare = not (attributes["_parameters"] or attributes["_buffers"] or attributes["_modules"])
-        self.python.append((f"{path}.type", Identity(module if bare else type(module))))
+        self.note(f"{path}.type", Identity(module if bare else type(module)))
         for tensor in _own_weights(module):
             self.weights.append(tensor_key(tensor))
             self.devices.add(tensor.device)
@@ -104,11 +112,23 @@ class _Sweep:
             if any(type(hook.value) is not WeightNorm for hook in hooks):
                 self.hooked.append(path or "the module itself")
             if hooks:
-                self.python.append((f"{path}.{table}", hooks))
-        derived = derived_names(module)
+                self.note(f"{path}.{table}", hooks)
+        derived = derived_names(module) if attributes["_forward_pre_hooks"] else ()
         for name, value in attributes.items():
-            if name not in _INTERNAL and name not in derived:
-                self.attribute(f"{path}.{name}", value)
+            if name in _INTERNAL or name in derived:
+                continue
+            full = f"{path}.{name}"
+            kind = _plain_kind(value)
+            if kind is None:
+                self.attribute(full, value)
+            elif full not in self.volatile:
+                self.note(full, value, kind)
+
+    def note(self, name: str, value: Hashable, kind: Hashable = None) -> None:
+        """One plain fact. `kind` tells apart values that are equal and of different types."""
+        self.names.append(name)
+        self.kinds.append(kind)
+        self.values.append(value)
 
     def attribute(self, name: str, value: object, depth: int = 0) -> None:
         if name in self.volatile:
@@ -125,7 +145,7 @@ class _Sweep:
             self.opaque(name, value, depth)
             return
         self.caches.extend(found)
-        self.python.append((name, key))
+        self.note(name, key)
 
     def opaque(self, name: str, value: object, depth: int) -> None:
         """An object with identity, whose own plain state counts too."""
@@ -138,9 +158,9 @@ class _Sweep:
                 self.attribute(f"{name}[{key!r}]", item, depth + 1)
             return
         if isinstance(value, (set, frozenset)) and len(value) <= _LEAF_LIMIT:
-            self.python.append((name, tuple(sorted(map(repr, value)))))
+            self.note(name, tuple(sorted(map(repr, value))))
             return
-        self.python.append((name, Identity(value)))
+        self.note(name, Identity(value))
         own = getattr(value, "__dict__", None)
         if (
             depth >= _OBJECT_DEPTH
@@ -152,6 +172,23 @@ class _Sweep:
         self.seen.add(id(value))
         for key, item in list(own.items()):
             self.attribute(f"{name}.{key}", item, depth + 1)
+
+
+def _plain_kind(value: object) -> Hashable:
+    """What tells apart values of the commonest types that are equal (1 and True); else None."""
+    kind = type(value)
+    if kind in _SIMPLE:
+        return kind
+    if isinstance(value, tuple) and kind is tuple:
+        for item in value:
+            if type(item) is not int:
+                return None
+        return _Ints
+    return None
+
+
+class _Ints:
+    """The kind of a tuple that holds nothing but int."""
 
 
 def is_ours(value: object) -> bool:
@@ -172,7 +209,7 @@ def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleSt
     return ModuleState(
         weights=tuple(state.weights),
         caches=tuple((tensor_key(t), _host_version(t, state.devices)) for t in state.caches),
-        python=tuple(state.python),
+        python=(tuple(state.names), tuple(state.kinds), tuple(state.values)),
         hooked=tuple(state.hooked),
         compiled=tuple(state.compiled),
         devices=frozenset(state.devices),
