@@ -176,7 +176,7 @@ class _Sweep:
 
 def _plain_kind(value: object) -> Hashable:
     """What tells apart values of the commonest types that are equal (1 and True); else None."""
-    kind = type(value)
+    kind: Hashable = type(value)
     if kind in _SIMPLE:
         return kind
     if isinstance(value, tuple) and kind is tuple:
