@@ -31,7 +31,7 @@ class ModuleState:
 
     weights: tuple[Hashable, ...]
     caches: tuple[Hashable, ...]
-    python: tuple[tuple[str, ...], tuple[Hashable, ...], tuple[Hashable, ...]]
+    python: tuple[tuple[str, ...], tuple[type | None, ...], tuple[Hashable, ...]]
     hooked: tuple[str, ...]
     compiled: tuple[str, ...]
     devices: frozenset[torch.device]
@@ -43,7 +43,7 @@ class ModuleState:
         names = mine.keys() | theirs.keys()
         return frozenset(n for n in names if mine.get(n) != theirs.get(n))
 
-    def _by_name(self) -> dict[str, Hashable]:
+    def _by_name(self) -> dict[str, object]:
         return {name: (kind, value) for name, kind, value in zip(*self.python, strict=True)}
 
 
@@ -89,7 +89,7 @@ class _Sweep:
         # three flat lists: a tuple per attribute would set off the garbage collector, whose passes
         # over torch's heap take longer than the whole sweep
         self.names: list[str] = []
-        self.kinds: list[Hashable] = []
+        self.kinds: list[type | None] = []
         self.values: list[Hashable] = []
         self.hooked: list[str] = []
         self.compiled: list[str] = []
@@ -124,7 +124,7 @@ class _Sweep:
             elif full not in self.volatile:
                 self.note(full, value, kind)
 
-    def note(self, name: str, value: Hashable, kind: Hashable = None) -> None:
+    def note(self, name: str, value: Hashable, kind: type | None = None) -> None:
         """One plain fact. `kind` tells apart values that are equal and of different types."""
         self.names.append(name)
         self.kinds.append(kind)
@@ -174,9 +174,9 @@ class _Sweep:
             self.attribute(f"{name}.{key}", item, depth + 1)
 
 
-def _plain_kind(value: object) -> Hashable:
+def _plain_kind(value: object) -> type | None:
     """What tells apart values of the commonest types that are equal (1 and True); else None."""
-    kind: Hashable = type(value)
+    kind = type(value)
     if kind in _SIMPLE:
         return kind
     if isinstance(value, tuple) and kind is tuple:
