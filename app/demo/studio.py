@@ -34,6 +34,9 @@ from .rewriting import can_rewrite
 __all__ = ["GraphSnapshot", "Studio"]
 
 log = logging.getLogger("dit_graphs.demo")
+# A stop waits for the step at work, and so does everybody in the line: at 2048 × 2048 one step of a
+# small model takes minutes on a CPU.
+_CPU_SIDE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class Studio:
     ) -> None:
         self.graphs = graphs
         self.name = name
-        self.limits = limits or Limits()
+        is_slow = loaded.device.type == "cpu"
+        self.limits = limits or (Limits(side=_CPU_SIDE) if is_slow else Limits())
         self.plans = plans_of(type(loaded.pipe))
         loaded.pipe.set_progress_bar_config(disable=True)  # the page shows the steps
         self.loras = LoraShelf(loaded.spec.lora, lora_dir)

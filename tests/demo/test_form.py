@@ -8,10 +8,12 @@ from pathlib import Path
 import diffusers
 import pytest
 import tiny
+import torch
 from demo_studio import a_form, run_job, studio_of
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from dit_graphs import GraphConfig
 from dit_graphs.app.demo import work
 from dit_graphs.app.demo.filling import form_of
 from dit_graphs.app.demo.form import Form, Limits, request_of, sizes_of
@@ -19,7 +21,8 @@ from dit_graphs.app.demo.layout import FIELDS
 from dit_graphs.app.demo.modes import Mode, plans_of
 from dit_graphs.app.demo.restoring import restore_form
 from dit_graphs.app.demo.starting import start_form
-from dit_graphs.pipelines.generate import InputError
+from dit_graphs.app.demo.studio import Studio
+from dit_graphs.pipelines.generate import InputError, LoadedPipeline, ModelSpec
 
 PLANS = plans_of(diffusers.ZImagePipeline)
 TEXT, IMAGE = PLANS
@@ -70,6 +73,20 @@ def test_a_wrong_field_is_named_with_what_is_allowed(
     with pytest.raises(InputError, match=words) as caught:
         request_of(a_form(**fields), TEXT, LIMITS)
     assert caught.value.option == option
+
+
+@pytest.mark.parametrize(("device", "side"), [("cpu", 1024), ("cuda", 2048)])
+def test_a_step_nobody_can_wait_for_is_not_begun(device: str, side: int) -> None:
+    """A stop waits for the step at work, and on a CPU that is minutes at 2048 × 2048."""
+    pipe = tiny.build("z-image")
+    loaded = LoadedPipeline(pipe, ModelSpec(model="unsaved/x"), torch.device(device), {})
+    studio = Studio(loaded, GraphConfig(backend="off"))
+    try:
+        request_of(a_form(width=side), TEXT, studio.limits)
+        with pytest.raises(InputError, match=f"at most {side} here"):
+            request_of(a_form(width=side + 16), TEXT, studio.limits)
+    finally:
+        studio.close()
 
 
 def test_a_mode_that_starts_from_a_picture_wants_one(tmp_path: Path) -> None:

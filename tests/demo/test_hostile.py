@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
-from demo_http import META, Stranger
-from demo_studio import EXTRA, make_studio
+from demo_http import META, SMALL, Stranger, png_of, record_of, restored
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-import dit_graphs
-from dit_graphs.app.demo import launch
 from dit_graphs.app.demo.studio import Studio
 
 SECRET = "the-operator-s-secret"
-SMALL = {"width": 64, "height": 64, "steps": 2, "guidance": 2.0, "extra": EXTRA, "seed": "7"}
-
-
-@pytest.fixture(scope="module")
-def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRADIO_TEMP_DIR", str(tmp_path_factory.mktemp("uploads")))
-        studio = make_studio()
-        yield studio
-        studio.close()
-        dit_graphs.restore(studio.pipe)
-
-
-@pytest.fixture(scope="module")
-def address(studio: Studio) -> str:
-    return launch(studio, is_blocking=False)
-
-
-@pytest.fixture
-def stranger(address: str) -> Stranger:
-    return Stranger(address)
 
 
 @pytest.fixture
@@ -51,30 +25,11 @@ def secret(tmp_path: Path) -> Path:
     """A readable picture and text of the operator, outside every upload."""
     path = tmp_path / "secret.png"
     info = PngInfo()
-    info.add_itxt("dit-graphs", json.dumps(_record({"prompt": SECRET})))
+    info.add_itxt("dit-graphs", json.dumps(record_of({"prompt": SECRET})))
     Image.new("RGB", (16, 16), "red").save(path, pnginfo=info)
     (tmp_path / "secret.svg").write_text(f"<svg>{SECRET}</svg>", encoding="utf-8")
     (tmp_path / "secret.txt").write_text(SECRET, encoding="utf-8")
     return path
-
-
-def _record(request: dict[str, object], **more: object) -> dict[str, object]:
-    model = {"model": "unsaved/ZImagePipeline"}
-    return {
-        "format": 1,
-        "pipeline": "ZImagePipeline",
-        "model": model,
-        "request": request,
-        **more,
-    }
-
-
-def _png(text: str | None = None, size: tuple[int, int] = (16, 16)) -> bytes:
-    info, data = PngInfo(), io.BytesIO()
-    if text is not None:
-        info.add_itxt("dit-graphs", text)
-    Image.new("RGB", size, "teal").save(data, "PNG", pnginfo=info)
-    return data.getvalue()
 
 
 def _bomb(side: int) -> bytes:
@@ -87,13 +42,6 @@ def _bomb(side: int) -> bytes:
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     start = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
     return b"\x89PNG\r\n\x1a\n" + start + chunk(b"IEND", b"")
-
-
-def _restore(stranger: Stranger, request: dict[str, object], **more: object) -> dict[str, object]:
-    text = json.dumps(_record(request, **more))
-    success, fields, _ = stranger.send("restore", restore=stranger.upload(_png(text)))
-    assert success
-    return fields
 
 
 @pytest.mark.parametrize(
@@ -126,7 +74,7 @@ def test_a_path_that_was_not_uploaded_is_not_opened(
 def test_no_spelling_of_a_path_helps(
     stranger: Stranger, secret: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload = stranger.upload(_png())
+    upload = stranger.upload(png_of())
     folder = Path(str(upload["path"])).parent
     value: object = {"path": str(secret), "meta": META}
     if way == "nested":
@@ -161,7 +109,7 @@ def test_an_address_is_not_fetched(stranger: Stranger, monkeypatch: pytest.Monke
             asked.append(self.path)
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(_png())
+            self.wfile.write(png_of())
 
     async def unguarded(url: str) -> httpx.Response:
         async with httpx.AsyncClient() as client:
@@ -185,16 +133,16 @@ def test_a_forged_record_names_no_picture_of_this_machine(
     stranger: Stranger, secret: Path, name: str
 ) -> None:
     """The pictures of a record are shown in the page again: their paths were served to anybody."""
-    fields = _restore(stranger, {"prompt": "x", "image": [str(secret.with_name(name))]})
+    fields = restored(stranger, {"prompt": "x", "image": [str(secret.with_name(name))]})
     assert fields["dg-image"] is None
     assert SECRET not in json.dumps(fields)
-    missing = _restore(stranger, {"prompt": "x", "image": ["/nowhere/at/all.png"]})
+    missing = restored(stranger, {"prompt": "x", "image": ["/nowhere/at/all.png"]})
     assert missing["dg-restored"] == fields["dg-restored"]  # nor says whether a file is there
 
 
 def test_an_uploaded_picture_comes_back_with_its_settings(stranger: Stranger) -> None:
-    upload = stranger.upload(_png())
-    fields = _restore(stranger, {"prompt": "x", "image": [upload["path"]]})
+    upload = stranger.upload(png_of())
+    fields = restored(stranger, {"prompt": "x", "image": [upload["path"]]})
     assert isinstance(fields["dg-image"], dict)
     assert stranger.fetch(fields["dg-image"]["path"]).status_code == 200
 
@@ -275,110 +223,6 @@ def test_an_upload_that_is_too_large_is_refused(stranger: Stranger, studio: Stud
         stranger.upload(bytes(studio.limits.upload_bytes + 1))
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        {"prompt": "x", "width": -64},
-        {"prompt": "x", "num_inference_steps": -1},
-        {"prompt": "x", "guidance_scale": float("nan")},
-        {"prompt": "x", "strength": float("inf")},
-        {"prompt": "x", "guidance_scale": 10**400},
-        {"prompt": "x", "width": 10**30},
-        {"prompt": "x", "seed": 2**70},
-        {"prompt": "x", "unknown": 1},
-        {"prompt": ["x"]},
-        {"prompt": "x", "image": {"path": "/etc/hostname"}},
-        {"prompt": "x", "set": [1]},
-        {"prompt": "x", "set": {"a": "1e5000"}},
-        [],
-    ],
-)
-def test_a_record_with_impossible_values_is_refused_in_words(
-    stranger: Stranger, request_: dict[str, object]
-) -> None:
-    text = json.dumps(_record(request_)).replace('"1e5000"', "1" + "0" * 5000)
-    for name, data in (("a.png", _png(text)), ("a.json", text.encode())):
-        success, fields, sent = stranger.send("restore", restore=stranger.upload(data, name))
-        assert success, sent
-        assert 'role="alert"' in fields["dg-restored"]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"model": ["unsaved"]},
-        {"model": {"model": "unsaved/ZImagePipeline", "lora": ["x", 7, {"a": 1}]}},
-        {"pipeline": 7},
-        {"format": "1"},
-    ],
-)
-def test_a_record_of_the_wrong_kind_never_breaks_the_page(
-    stranger: Stranger, more: dict[str, object]
-) -> None:
-    fields = _restore(stranger, {"prompt": "x"}, **more)
-    assert fields["dg-restored"]
-
-
-def test_a_size_above_the_limit_is_restored_with_a_note(stranger: Stranger) -> None:
-    fields = _restore(stranger, {"prompt": "x", "width": 100_000, "height": 64})
-    assert fields["dg-prompt"] == "x"
-    assert "at most 512 here" in fields["dg-restored"]
-
-
-MARKUP = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
-
-
-def test_markup_in_a_file_or_a_field_stays_text(stranger: Stranger) -> None:
-    model = {"model": MARKUP, "lora": [f"{MARKUP}:1.0"]}
-    fields = _restore(stranger, {"prompt": MARKUP}, model=model, pipeline=MARKUP)
-    assert "&lt;img" in fields["dg-restored"]
-    assert "<img" not in fields["dg-restored"]
-    success, fields, _ = stranger.send(
-        "generate", prompt=f"{MARKUP}\nsecond\nline", negative=MARKUP, **SMALL
-    )
-    assert success
-    assert "&lt;img" in fields["dg-details"]
-    for name in ("dg-details", "dg-stage", "dg-graphs-panel"):
-        assert "<img" not in fields[name]
-        assert "<script" not in fields[name]
-    _, fields, _ = stranger.send("generate", prompt="x", lora=MARKUP, **SMALL)
-    assert "<img" not in fields["dg-stage"]
-    _, fields, _ = stranger.send("warm_up", prompt="x", sizes=MARKUP, **SMALL)
-    assert "<img" not in fields["dg-warmed"]
-
-
-def test_a_book_in_a_field_is_refused_in_words(stranger: Stranger) -> None:
-    book = "word " * 20_000
-    for event, output in (("generate", "stage"), ("compare", "comparison"), ("warm_up", "warmed")):
-        success, fields, _ = stranger.send(event, prompt=book, **SMALL)
-        assert success
-        assert "Expected at most 10,000 characters" in fields[f"dg-{output}"]
-    success, fields, _ = stranger.send("generate", prompt="x", negative=book, **SMALL)
-    assert "Check “negative prompt”" in fields["dg-stage"]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("seed", "9" * 6000),
-        ("seed", "-1"),
-        ("guidance", float("nan")),
-        ("guidance", float("inf")),
-        ("width", 1e300),
-        ("count", 10**9),
-        ("steps", 0),
-    ],
-)
-def test_a_number_nobody_would_type_is_refused_and_the_next_one_is_fine(
-    stranger: Stranger, field: str, value: object
-) -> None:
-    success, fields, _ = stranger.send("generate", prompt="x", **{**SMALL, field: value})
-    assert success
-    assert "Check “" in fields["dg-stage"]
-    success, fields, _ = stranger.send("generate", prompt="x", **SMALL)
-    assert "Done: 1 picture" in fields["dg-stage"]
-
-
 def test_errors_name_no_place_of_this_machine(
     stranger: Stranger, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,23 +233,3 @@ def test_errors_name_no_place_of_this_machine(
     _, fields, sent = stranger.send("generate", prompt="somewhere else", **SMALL)
     assert "weights.bin" in fields["dg-stage"]
     assert str(tmp_path) not in sent
-
-
-def test_two_sessions_restore_their_own_settings(address: str) -> None:
-    names = ["first", "second", "third", "fourth"]
-    strangers = [Stranger(address) for _ in names]
-    shown: dict[str, dict[str, object]] = {}
-
-    def restore(name: str, stranger: Stranger) -> None:
-        for _ in range(3):
-            shown[name] = _restore(stranger, {"prompt": name, "num_inference_steps": len(name)})
-
-    threads = [
-        threading.Thread(target=restore, args=pair) for pair in zip(names, strangers, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name in names:
-        assert (shown[name]["dg-prompt"], shown[name]["dg-steps"]) == (name, len(name))

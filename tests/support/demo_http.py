@@ -6,13 +6,18 @@ anybody can read from the page's own configuration; nothing has to be clicked fi
 
 from __future__ import annotations
 
+import io
 import json
 import uuid
 from typing import Any
 
 import httpx
+from demo_studio import EXTRA
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 META = {"_type": "gradio.FileData"}
+SMALL = {"width": 64, "height": 64, "steps": 2, "guidance": 2.0, "extra": EXTRA, "seed": "7"}
 
 
 class Stranger:
@@ -75,3 +80,32 @@ class Stranger:
     def fetch(self, path: str) -> httpx.Response:
         """The answer to a request for a file of the server."""
         return self._http.get(f"gradio_api/file={path}")
+
+
+def record_of(request: dict[str, object], **more: object) -> dict[str, object]:
+    """What a file made by the tiny model holds about `request`."""
+    model = {"model": "unsaved/ZImagePipeline"}
+    return {
+        "format": 1,
+        "pipeline": "ZImagePipeline",
+        "model": model,
+        "request": request,
+        **more,
+    }
+
+
+def png_of(text: str | None = None, size: tuple[int, int] = (16, 16)) -> bytes:
+    """A picture that holds `text` where records are looked for."""
+    info, data = PngInfo(), io.BytesIO()
+    if text is not None:
+        info.add_itxt("dit-graphs", text)
+    Image.new("RGB", size, "teal").save(data, "PNG", pnginfo=info)
+    return data.getvalue()
+
+
+def restored(stranger: Stranger, request: dict[str, object], **more: object) -> dict[str, object]:
+    """The page's fields after a forged picture was dropped on *Restore*."""
+    text = json.dumps(record_of(request, **more))
+    success, fields, _ = stranger.send("restore", restore=stranger.upload(png_of(text)))
+    assert success
+    return fields
