@@ -8,6 +8,7 @@ tables and image models around the text part are the model's business.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from dit_graphs.errors import CaptureAborted, Reason
 from dit_graphs.llm import LayerLayout
 from dit_graphs.llm.model import KeyValueStore
 
+from .attention import one_token_attention
 from .caches import SlotView
 from .masks import cache_argument, layer_windows, mask_decisions_as_eager, text_config
 
@@ -127,7 +129,8 @@ class CausalLM:
         }
         if keep is not None:
             arguments["logits_to_keep"] = keep
-        with mask_decisions_as_eager():
+        steady = one_token_attention() if tokens.shape[1] == 1 else nullcontext()
+        with mask_decisions_as_eager(), steady:
             return cast(Tensor, self.module.forward(**arguments).logits)
 
     def _ready(self, allowed: Tensor) -> Tensor:
