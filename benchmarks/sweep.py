@@ -20,6 +20,7 @@ import copy
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -56,7 +57,6 @@ SCRIPT = "benchmarks/sweep.py"
 # Plain, observed (up to four times, where breaks are found), compared, replayed: eight calls.
 NUM_STEPS = {"sequential": 4, "batched": 8}
 MIN_REPLAYS = 2
-KEPT_EVERY = 10  # rows between two writes of the file: a sweep that is stopped keeps its rows
 
 CASES: dict[str, Case] = {
     case.key: case
@@ -304,28 +304,28 @@ def main(arguments: list[str]) -> int:
     options = Options(given.device, given.backend)
     rows: list[Tree] = []
 
-    def write() -> None:
+    def done(row: Tree) -> None:
+        rows.append({**row, "device": given.device, "backend": given.backend})
+        text = "; ".join(cast(list[str], row["problems"])) or row.get("detail") or ""
+        print(f"{row['outcome']:9} {row['key']:60} {row.get('reason', '')} {text}", flush=True)
+
+    # a sweep that is stopped keeps its rows; not before, for a record asks the GPU for its name
+    # and no worker can be forked after that
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sweep_workers.run(
+            given.cases,
+            partial(measure_key, options=options),
+            done,
+            workers=given.workers,
+            timeout=given.timeout,
+            start=sweep_workers.start_for(given.device),
+        )
+    finally:
         rows.sort(key=lambda row: given.cases.index(row["key"]))
         if given.output:
             run = results.run_record(SCRIPT, rows, provenance=origin)
             results.write(Path(given.output), run)
-
-    def done(row: Tree) -> None:
-        rows.append({**row, "device": given.device, "backend": given.backend})
-        if len(rows) % KEPT_EVERY == 0:
-            write()
-        text = "; ".join(cast(list[str], row["problems"])) or row.get("detail") or ""
-        print(f"{row['outcome']:9} {row['key']:60} {row.get('reason', '')} {text}", flush=True)
-
-    sweep_workers.run(
-        given.cases,
-        partial(measure_key, options=options),
-        done,
-        workers=given.workers,
-        timeout=given.timeout,
-        start=sweep_workers.start_for(given.device),
-    )
-    write()
     is_equal = all(row["is_equal"] for row in rows)
     outcomes = Counter(str(row["outcome"]) for row in rows)
     print(json.dumps({"is_equal": is_equal, "outcomes": outcomes, "output": given.output}))

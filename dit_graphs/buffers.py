@@ -15,6 +15,7 @@ __all__ = [
     "copy_layout",
     "empty_layout",
     "empty_like_layout",
+    "overlaps",
     "poison",
     "same_view",
     "skew_bytes",

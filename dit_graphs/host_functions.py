@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from .buffers import overlaps
 from .op_traits import fills_masks
 from .tree import UnknownLeaf, tensor_leaves
 from .watch import Args, Function, Handler, Kwargs, Watch
@@ -109,6 +110,8 @@ def _indexed(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
     target, index = args[0], args[1]
     if not isinstance(target, Tensor) or target.device.type != watch.device.type:
         return func(*args, **kwargs)
+    if len(args) > 2 and _is_choice(watch, target, index, args[2]):
+        return _choose(target, index, args[2])
     given = index if isinstance(index, tuple) else (index,)
     parts = given if _is_masked_fill(args) else _without_known_masks(watch, given)
     moved = tuple(_index_part(watch, part, target.device) for part in parts)
@@ -119,6 +122,30 @@ def _indexed(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
         return func(*args, **kwargs)
     is_tuple = isinstance(index, tuple) or len(moved) > 1
     return func(target, moved if is_tuple else moved[0], *rest, **kwargs)
+
+
+def _is_choice(watch: Watch, target: Tensor, mask: object, value: object) -> bool:
+    """Whether each place under a device mask gets the same tensor, however many there are."""
+    if not (isinstance(mask, Tensor) and mask.dtype is torch.bool and watch.is_device(mask)):
+        return False
+    if not (isinstance(value, Tensor) and value.device == target.device == mask.device):
+        return False
+    below = target.shape[mask.dim() :]
+    return (
+        not watch.is_known(mask)
+        and value.dtype is target.dtype
+        and mask.shape == target.shape[: mask.dim()]
+        and value.dim() <= len(below)
+        and all(a in (1, b) for a, b in zip(reversed(value.shape), reversed(below), strict=False))
+        and not overlaps(target)
+    )
+
+
+def _choose(target: Tensor, mask: object, value: object) -> None:
+    """`target[mask] = value` without asking where the mask is; the same values in every place."""
+    assert isinstance(mask, Tensor) and isinstance(value, Tensor)
+    places = mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim()))
+    target.copy_(torch.where(places, value, target))
 
 
 def _is_masked_fill(args: Args) -> bool:

@@ -55,6 +55,7 @@ class OpTraits:
 
 _HOST_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _NEVER_HOST_READ = ("aten::nonzero_static",)
+_WITH_MASKS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")  # without a tag
 _ALLOCATIONS = frozenset(
     f"aten::{name}"
     for name in (
@@ -85,7 +86,7 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
         if argument.alias_info is not None and argument.alias_info.is_write:
             writes.append(argument.name if argument.kwarg_only else position)
     aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    reads = any(tag in func.tags for tag in _HOST_READ_TAGS)
+    reads = schema.name in _WITH_MASKS or any(tag in func.tags for tag in _HOST_READ_TAGS)
     return OpTraits(
         name=schema.name,
         is_view=aliased and not writes,

@@ -119,29 +119,33 @@ def test_a_masked_write_of_one_value_is_no_read(where: Where) -> None:
     assert twin.replays == 3
 
 
-@pytest.mark.parametrize("value", ["host", "device", "device rows"])
+@pytest.mark.parametrize("value", ["host", "one", "row", "table", "rows"])
 def test_a_masked_write_of_a_tensor(where: Where, value: str) -> None:
-    """CUDA fills with one value of the host; for any other it asks where the mask is."""
+    """CUDA asks where the mask is, unless the host knows the one value that is written."""
 
     class Writes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             x = x.clone()
-            rows = x[:, 0] > 9.0  # none: what is written has no elements
             if value == "host":
                 x[x > 0] = torch.tensor(3.0)
-            elif value == "device":
+            elif value == "one":
                 x[x > 0] = x.mean()
-            else:
+            elif value == "row":
+                x[x[:, :, 0] > 0] = x[0, 0].sin()
+            elif value == "table":
+                x[x[:, 0, 0] > 0] = torch.eye(3, device=x.device)
+            else:  # as many as there are places: none at all is possible, too
+                rows = x[:, 0, 0] > 9.0
                 x[rows] *= 2.0
             return x.sin()
 
     twin = Twin(Writes(), where)
     for index in range(6):
-        twin(where.randn(4, 3, seed=index))
-    if value == "host":
-        assert twin.replays == 3
-    else:
+        twin(where.randn(4, 3, 3, seed=index))
+    if value == "rows":
         assert "capture_failed" not in twin.fallbacks, twin.details
+    else:
+        assert twin.replays == 3, twin.details
 
 
 def test_a_read_in_a_module_called_from_many_places(segmenting: Where) -> None:
