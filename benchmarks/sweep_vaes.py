@@ -20,12 +20,15 @@ _PICTURE, _FILM, _SOUND = (3, 16, 16), (3, 9, 16, 16), (1, 64)
 _SAMPLE = ("sample", "latents")
 
 
-def _drawn(argument: str, shape: Shape, more: Callable[[int], Tree] | None = None) -> Inputs:
+def _drawn(
+    argument: str, shape: Shape, more: Callable[[int], Tree] | None = None, gain: float = 1.0
+) -> Inputs:
     """One drawn tensor [batch, *shape] whose last side grows with the width."""
 
     def inputs(draw: Draw, batch: int, width: int) -> Tree:
         *sides, last = shape
-        return {argument: draw(batch, *sides, last * width), **(more(batch) if more else {})}
+        drawn = draw(batch, *sides, last * width) * gain
+        return {argument: drawn, **(more(batch) if more else {})}
 
     return inputs
 
@@ -42,8 +45,12 @@ def _both(
     batches: tuple[int, ...] = (1, 2),
     make: Callable[[], nn.Module] | None = None,
     why_weak: str = "",
+    gain: float = 1.0,
 ) -> Iterator[Case]:
-    """The cases `name.decode` of latents and `name.encode` of pictures; None where it has none."""
+    """The cases `name.decode` of latents and `name.encode` of pictures; None where it has none.
+
+    `gain` multiplies the latents, where random weights would make little of them.
+    """
     methods = (("decode", names[1], latent, more), ("encode", names[0], picture, encode_more))
     for method, argument, shape, extra in methods:
         if shape is not None:
@@ -52,7 +59,7 @@ def _both(
                 kind="vae",
                 name=name,
                 method=method,
-                inputs=_drawn(argument, shape, extra),
+                inputs=_drawn(argument, shape, extra, gain if method == "decode" else 1.0),
                 widths=widths,
                 batches=batches,
                 make=make,
@@ -134,7 +141,7 @@ def _sounds() -> Iterator[Case]:
     # the last side is the number of mel bins
     yield from _both("AutoencoderKLLTX2Audio", (2, 16, 8), (4, 8, 4), widths=(1,))
     yield from _both("AutoencoderKLMiniMaxH3Audio", (1, 32), (8, 8), names=_SAMPLE)
-    yield from _both("AutoencoderSAME", (2, 128), (8, 8), names=_SAMPLE)
+    yield from _both("AutoencoderSAME", (2, 128), (8, 8), names=_SAMPLE, gain=30.0)
     yield from _both("Cosmos3AVAEAudioTokenizer", (2, 32), (4, 8), names=_SAMPLE)
     yield from _both("LongCatAudioDiTVae", (1, 32), (4, 8), names=_SAMPLE, encode_more=_mode)
     yield from _both("MMAudioVAE", (256,), (4, 8), names=("audio", "z"))

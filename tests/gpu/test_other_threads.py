@@ -27,6 +27,7 @@ class SlowToCapture(Denoiser):
         if torch.cuda.is_current_stream_capturing():
             self.capturing.set()
             time.sleep(0.3)
+            self.capturing.clear()
         return y
 
 
@@ -59,12 +60,15 @@ def test_b64_another_thread_works_on_the_device_during_a_capture(work: Callable)
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             while not stop.is_set():
+                was_capturing = SlowToCapture.capturing.is_set()
                 work(buffers)
                 rounds[0] += 1
-                during[0] += SlowToCapture.capturing.is_set()
+                during[0] += was_capturing and SlowToCapture.capturing.is_set()
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(other)
+        while not rounds[0] and not done.done():
+            time.sleep(0.01)  # its first round loads kernels
         try:
             with torch.no_grad(), dit_graphs.request(total_steps=12):
                 for seed in range(12):
@@ -72,7 +76,7 @@ def test_b64_another_thread_works_on_the_device_during_a_capture(work: Callable)
         finally:
             stop.set()
             done.result(timeout=60)
-    assert rounds[0] > during[0] > 0
+    assert rounds[0] > during[0] > 0, "whole rounds lay within the capture, and some did not"
     report = runner_of(module).report()
     assert set(report["fallbacks"]) <= {"warming_up"}
     assert report["replays"] == 9
