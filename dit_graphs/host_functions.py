@@ -111,7 +111,8 @@ def _indexed(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
     if not isinstance(target, Tensor) or target.device.type != watch.device.type:
         return func(*args, **kwargs)
     if len(args) > 2 and _is_choice(watch, target, index, args[2]):
-        return _choose(target, index, args[2])
+        _choose(target, index, args[2])
+        return None
     given = index if isinstance(index, tuple) else (index,)
     parts = given if _is_masked_fill(args) else _without_known_masks(watch, given)
     moved = tuple(_index_part(watch, part, target.device) for part in parts)
