@@ -27,6 +27,7 @@ from torch import nn
 import dit_graphs
 from benchmarks import equality, models, protocol, results
 from benchmarks.shapes import Size
+from benchmarks.tables import table
 from dit_graphs.config import AttentionPolicy, BackendName, GraphConfig
 
 Tree = dict[str, object]
@@ -248,22 +249,6 @@ def _number(row: Tree, key: str) -> float:
     return value
 
 
-def table(rows: list[Tree]) -> str:
-    """The rows as aligned text, a dash where nothing was measured."""
-    lines = [[title for _, title, _ in COLUMNS]]
-    for row in rows:
-        cells = []
-        for key, _, form in COLUMNS:
-            value = "; ".join(row[key]) if key == "problems" else row.get(key)  # type: ignore[arg-type]
-            cells.append("-" if value in (None, "") else form.format(value))
-        lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line. Exits 2 on a wrong one."""
     parser = argparse.ArgumentParser(
@@ -309,7 +294,7 @@ def main(arguments: list[str]) -> int:
         if given.device == "cuda":
             torch.cuda.empty_cache()  # the next model starts from an empty device
         all_rows += rows
-        print(table(rows), flush=True)
+        print(table(rows, COLUMNS), flush=True)
         if given.output:
             run = results.run_record(SCRIPT, rows, provenance=origin, clocks=clock.summary())
             results.write(Path(given.output), run)

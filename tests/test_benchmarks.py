@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import dit_graphs
 from benchmarks import (
     check,
     equality,
@@ -23,6 +24,7 @@ from benchmarks import (
     protocol,
     results,
     shapes,
+    whole,
 )
 from benchmarks.shapes import Size
 
@@ -362,3 +364,18 @@ class TestCheck:
         failures, remarks = check.check(repository)
         assert failures == []
         assert any("stale" in line and "runner.py" in line for line in remarks)
+
+
+def test_whole_pictures_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = dit_graphs.accelerate(pipelines.build("z-image", "cpu", small=True), backend="recorded")
+    row = whole.measure("z-image", pipe, Size.parse("64"), 2, protocol.MIN_ROUNDS)
+    assert row["is_equal"] and row["replays"] and row["plain_ms"]
+    draw, calls = pipelines.picture, []
+
+    def wrong_when_replayed(*given: object) -> torch.Tensor:
+        calls.append(given)
+        return draw(*given) + (len(calls) > len(whole.SEEDS))  # the plain ones come first
+
+    monkeypatch.setattr(pipelines, "picture", wrong_when_replayed)
+    row = whole.measure("z-image", pipe, Size.parse("64"), 2, protocol.MIN_ROUNDS)
+    assert not row["is_equal"] and "plain_ms" not in row
