@@ -1,9 +1,9 @@
 """Owns how one token attends: query heads folded over the keys they share, by a steady kernel.
 
 Must never know graphs or slots. The surprising fact: the kernel torch prefers on Hopper is not
-steady. cuDNN's attention splits the keys of a short query over the device and adds the parts in the
-order they come, so two equal steps give other bits, and no graph can equal a step that does not
-equal itself. The memory-efficient kernel, torch's next choice under a mask, always adds in order.
+steady. Over 1,056 keys cuDNN's attention (9.19, torch 2.11) gave other bits in a few of fifty equal
+calls, and whole steps differed from themselves; no graph can equal a step that does not equal
+itself. Under the memory-efficient kernel, torch's next choice under a mask, every step repeats.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _install() -> None:
             return
 
         def use_gqa_in_sdpa(*args: object, **kwargs: object) -> bool:
-            return True if _folds.get() else bool(original(*args, **kwargs))
+            # a compiler, which never runs a step of ours, sees transformers' own code
+            folds = not torch.compiler.is_compiling() and _folds.get()
+            return True if folds else bool(original(*args, **kwargs))
 
         use_gqa_in_sdpa.asks_dit_graphs = True  # type: ignore[attr-defined]
         sdpa_code.use_gqa_in_sdpa = use_gqa_in_sdpa

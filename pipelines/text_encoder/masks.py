@@ -53,7 +53,9 @@ def _install() -> None:
             return
 
         def is_tracing(tensor: object = None) -> bool:
-            return False if _decided.get() else bool(original(tensor))
+            # a compiler, which never runs a pass of ours, sees transformers' own code
+            decided = not torch.compiler.is_compiling() and _decided.get()
+            return False if decided else bool(original(tensor))
 
         is_tracing.asks_dit_graphs = True  # type: ignore[attr-defined]
         mask_code.is_tracing = is_tracing

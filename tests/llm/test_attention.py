@@ -100,6 +100,20 @@ def test_transformers_shares_keys_under_a_mask_in_this_thread_only():
     assert answers == [True, False, False]
 
 
+def test_a_compiled_model_is_compiled_as_before():
+    """What is patched in transformers must not split a graph: `fullgraph` raises where it does."""
+    query, key, value, mask = drawn()
+    with one_token_attention():
+        pass  # the patch is there from now on
+
+    def ask(query, key, value, mask):
+        shares = sdpa_code.use_gqa_in_sdpa(mask, key, value)
+        return query * 2 if shares else query * 3
+
+    compiled = torch.compile(ask, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(query, key, value, mask), query * 3)
+
+
 def test_a_step_that_repeats_itself_only_for_a_while_is_named_unsteady(recorded):
     """Three equal runs, then other bits: the graph is refused, and not for its own fault."""
     model = tiny_llms.build("qwen3")
