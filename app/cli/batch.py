@@ -23,6 +23,8 @@ from .generate import OUTPUT
 if TYPE_CHECKING:
     from dit_graphs.pipelines.generate import Failure, Item
 
+    from .session import Session
+
 __all__ = ["ARGUMENTS", "flags", "run"]
 
 ARGUMENTS = [
@@ -62,14 +64,15 @@ def run(given: Given) -> int:
         raise InputError("file", f"{str(path)!r} holds no line")
     folder = Path(str(given.value("output") or "outputs"))
     check_output(folder)
-    session = open_session(given, (), since=since)
+    requests = [line for line in lines.values() if isinstance(line, GenerateRequest)]
+    session = open_session(given, requests, since=since, checks=False)
     report, finished = BatchReport(), list[Path]()
 
     def on_item(number: int, item: Item) -> None:
         finished.extend(item.files)
         request = lines[number]
         if isinstance(request, GenerateRequest):
-            print(f"line {number} of {max(lines)}")
+            print(f"line {number} of {max(lines)}{_class(item, session)}")
             announce(item, completed(session, request), session.loaded.device)
 
     def on_failure(failure: Failure) -> None:
@@ -93,6 +96,12 @@ def run(given: Given) -> int:
         f"{len(report.failures)} failed" + (f" (line {failed})" if failed else "")
     )
     return FAILED if report.failures else 0
+
+
+def _class(item: Item, session: Session) -> str:
+    """The class that drew a line, where another one draws most: lines may mix both kinds."""
+    name = str(item.record["pipeline"])
+    return "" if name == type(session.loaded.pipe).__name__ else f"  {name}"
 
 
 def _text(path: Path) -> str:

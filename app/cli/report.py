@@ -27,7 +27,10 @@ def warn(text: str) -> None:
 
 
 def announce(item: Item, request: GenerateRequest, device: torch.device) -> None:
-    """A line per stage, then every file with its size, seed and seconds, then the graphs' line."""
+    """Input pictures that were cropped, a line per stage, every file with its size, seed and
+    seconds, then the graphs' line."""
+    for change in item.resized:
+        print(f"picture  {change}, scaled and cropped at the centre")
     for stage, seconds in item.seconds.items():
         steps = f"  {item.num_steps} steps" if stage == "denoise" else ""
         print(f"{stage:<8} {seconds:8.2f} s{steps}")

@@ -7,7 +7,7 @@ and replayed by default: it is there to be looked at, and a recorder makes nothi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import dit_graphs
@@ -18,11 +18,13 @@ from dit_graphs.pipelines.generate import (
     InputError,
     Json,
     LoadedPipeline,
+    ModelSpec,
     check_names,
     complete,
     load_pipeline,
     open_images,
     resolve_class,
+    serving_class,
 )
 
 from .flags import Given
@@ -42,16 +44,18 @@ class Session:
 
 def open_session(
     given: Given,
-    requests: Iterable[GenerateRequest],
+    requests: Sequence[GenerateRequest],
     *,
     since: float,
     model: Mapping[str, Json] | None = None,
     graphs: Mapping[str, Json] | None = None,
+    checks: bool = True,
     say: Callable[[str], None] = print,
 ) -> Session:
     """The pipeline the flags name, loaded and accelerated; arguments are checked before weights
-    are read. `model` and `graphs` come from a record and are overridden by flags; `since` is the
-    `perf_counter` at which the user's wait began, before any library was imported."""
+    are read, unless `checks` is False. `model` and `graphs` come from a record and are overridden
+    by flags; `since` is the `perf_counter` at which the user's wait began, before any library was
+    imported."""
     config = given.graphs(graphs)
     values: dict[str, Json] = dict(model or {})
     is_bundled = "model" not in given and values.get("model", BUNDLED) == BUNDLED
@@ -59,11 +63,13 @@ def open_session(
         from dit_graphs.app import demo_model
 
         values["model"] = str(demo_model.path())
-    spec = given.model(values)
+    spec, note = _for_requests(given.model(values), requests)
     pipeline_class = resolve_class(spec)
-    for request in requests:
+    for request in requests if checks else ():
         check_names(pipeline_class, request)
         open_images(request)
+    if note is not None:
+        say(note)
     _be_quiet()
     libraries = time.perf_counter() - since
     loaded = load_pipeline(spec)
@@ -72,6 +78,22 @@ def open_session(
     name = type(loaded.pipe).__name__
     say(f"load     {seconds:8.2f} s  {name} on {loaded.device} (libraries {libraries:.2f} s)")
     return Session(loaded, config, BUNDLED if is_bundled else None)
+
+
+def _for_requests(
+    spec: ModelSpec, requests: Iterable[GenerateRequest]
+) -> tuple[ModelSpec, str | None]:
+    """`spec` with the pipeline class that every request needs where the model's own is not it, and
+    a sentence that says so."""
+    if spec.pipeline is not None:
+        return spec, None
+    own = resolve_class(spec)
+    needed = {serving_class(own, request) for request in requests}
+    if len(needed) != 1 or needed == {own}:
+        return spec, None
+    name = needed.pop().__name__
+    note = f"picture  {name} on the same weights: {own.__name__} does not start from a picture"
+    return replace(spec, pipeline=name), note
 
 
 def accelerate(loaded: LoadedPipeline, config: GraphConfig, *, is_bundled: bool) -> None:

@@ -12,12 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from diffusers import DiffusionPipeline
-from diffusers.pipelines.auto_pipeline import (
-    AUTO_IMAGE2IMAGE_PIPELINES_MAPPING,
-    AUTO_TEXT2IMAGE_PIPELINES_MAPPING,
-)
 
-from dit_graphs.pipelines.generate import accepted_names
+from dit_graphs.pipelines.generate import accepted_names, partner_class
 
 __all__ = ["Mode", "ModePlan", "plans_of"]
 
@@ -66,12 +62,12 @@ def plans_of(pipeline_class: type[DiffusionPipeline]) -> tuple[ModePlan, ...]:
         return (ModePlan(Mode.VIDEO, pipeline_class, takes, _requires_image(pipeline_class)),)
     if "image" in takes and "strength" in takes:
         own = ModePlan(Mode.IMAGE, pipeline_class, takes, needs_image=True)
-        partner = _partner(pipeline_class, to_image=False)
+        partner = partner_class(pipeline_class, "text")
         return (own, _text(partner)) if partner is not None else (own,)
     if "image" in takes:
         edit = ModePlan(Mode.EDIT, pipeline_class, takes, needs_image=True)
         return (edit,) if _requires_image(pipeline_class) else (_text(pipeline_class), edit)
-    partner = _partner(pipeline_class, to_image=True)
+    partner = partner_class(pipeline_class, "image")
     if partner is None:
         return (_text(pipeline_class),)
     accepted = frozenset(accepted_names(partner))
@@ -90,19 +86,3 @@ def _requires_image(pipeline_class: type[DiffusionPipeline]) -> bool:
         return False
     has_default = image.default is not inspect.Parameter.empty
     return not has_default or "Edit" in pipeline_class.__name__
-
-
-def _partner(
-    pipeline_class: type[DiffusionPipeline], *, to_image: bool
-) -> type[DiffusionPipeline] | None:
-    """The class that shares this one's components and starts from a picture (or from words)."""
-    mine, theirs = AUTO_TEXT2IMAGE_PIPELINES_MAPPING, AUTO_IMAGE2IMAGE_PIPELINES_MAPPING
-    if not to_image:
-        mine, theirs = theirs, mine
-    for name, known in mine.items():
-        found = theirs.get(name)
-        if known is pipeline_class and found is not None and found is not pipeline_class:
-            names = accepted_names(found)
-            if ("strength" in names) == to_image:
-                return found  # type: ignore[no-any-return]
-    return None

@@ -27,8 +27,8 @@ from dit_graphs.pipelines.generate import (
     open_images,
 )
 from dit_graphs.pipelines.generate.arguments import call_arguments
+from dit_graphs.pipelines.generate.fitting import fitted
 
-from .fitting import fitted
 from .form import Form, request_of, sizes_of
 from .gpu_busy import BusyMeter, busy_meter
 from .jobs import Job
@@ -88,7 +88,7 @@ def prepare(studio: Studio, form: Form) -> Prepared:
     request = request_of(form, plan, studio.limits)
     studio.set_adapters(studio.loras.adapters(form.lora))
     loaded = studio.pipeline_for(plan)
-    return Prepared(loaded, fitted(type(loaded.pipe), complete(loaded, request)))
+    return Prepared(loaded, complete(loaded, request))
 
 
 def generate(studio: Studio, form: Form, job: Job, *, measure_busy: bool = True) -> None:
@@ -206,8 +206,8 @@ def warm_up(studio: Studio, form: Form, sizes: str, job: Job) -> None:
         calls = []
         for width, height in wanted:
             request = replace(ready.request, width=width, height=height, num_images=1)
-            request = fitted(type(ready.loaded.pipe), request)
-            arguments = call_arguments(ready.loaded.pipe, request, open_images(request))
+            request, inputs = fitted(ready.loaded.pipe, request, open_images(request))
+            arguments = call_arguments(ready.loaded.pipe, request, inputs)
             calls.append({**arguments, "num_inference_steps": 2, "output_type": "pil"})
         words = ", ".join(f"{width}×{height}" for width, height in wanted)
         job.show(stage=f"warming up {words}, largest first")

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from .batch import BatchReport, Failure, generate_batch, read_lines
     from .inputs import open_images
     from .load import LoadedPipeline, load_pipeline, resolve_class, resolve_device
+    from .partners import partner_class, serving_class
     from .record import BUNDLED, changes, read_record
     from .run import Item, Naming, complete, generate, generate_items
     from .save import check_output
+    from .serving import serving
     from .usage import GraphUse
 
 __all__ = [
@@ -51,10 +53,13 @@ __all__ = [
     "listed",
     "load_pipeline",
     "open_images",
+    "partner_class",
     "read_lines",
     "read_record",
     "resolve_class",
     "resolve_device",
+    "serving",
+    "serving_class",
 ]
 
 _MODULES = {
@@ -62,9 +67,11 @@ _MODULES = {
     "batch": ("BatchReport", "Failure", "generate_batch", "read_lines"),
     "inputs": ("open_images",),
     "load": ("LoadedPipeline", "load_pipeline", "resolve_class", "resolve_device"),
+    "partners": ("partner_class", "serving_class"),
     "record": ("BUNDLED", "changes", "read_record"),
     "run": ("Item", "Naming", "complete", "generate", "generate_items"),
     "save": ("check_output",),
+    "serving": ("serving",),
     "usage": ("GraphUse",),
 }
 

@@ -16,6 +16,7 @@ from diffusers import DiffusionPipeline
 
 from .errors import InputError
 from .inputs import InputFile
+from .partners import partner_class
 from .request import GenerateRequest, Json
 
 __all__ = ["accepted_names", "call_arguments", "check_names", "guidance_note"]
@@ -54,9 +55,7 @@ def check_names(pipeline_class: type[DiffusionPipeline], request: GenerateReques
     for name in _asked(request):
         takes = name in accepted or (name == "guidance_scale" and "true_cfg_scale" in accepted)
         if not takes:
-            raise InputError(
-                name, f"{pipeline_class.__name__} does not take it; it takes {', '.join(accepted)}"
-            )
+            raise InputError(name, _refusal(pipeline_class, name, request))
     for name in request.set:
         if name not in accepted:
             raise InputError(
@@ -67,8 +66,19 @@ def check_names(pipeline_class: type[DiffusionPipeline], request: GenerateReques
             raise InputError("set", f"{name!r} was given twice; {name} has an option of its own")
     parameters = inspect.signature(pipeline_class.__call__).parameters
     prompt = parameters.get("prompt")
-    if prompt is not None and request.prompt is None and not _has_other_subject(request):
+    if prompt is not None and request.prompt is None and not _has_other_subject(request, accepted):
         raise InputError("prompt", f"{pipeline_class.__name__} needs a prompt")
+
+
+def _refusal(pipeline_class: type[DiffusionPipeline], name: str, request: GenerateRequest) -> str:
+    """What the pipeline takes, and which class of the same components takes `name`."""
+    accepted = ", ".join(accepted_names(pipeline_class))
+    sentence = f"{pipeline_class.__name__} does not take it; it takes {accepted}"
+    partner = partner_class(pipeline_class, "mask" if name == "mask_image" else "image")
+    if partner is None or name not in accepted_names(partner):
+        return sentence
+    where = "takes it" if request.image else "takes it beside an image"
+    return f"{sentence}; {partner.__name__} {where}"
 
 
 def call_arguments(
@@ -108,9 +118,10 @@ def _asked(request: GenerateRequest) -> Mapping[str, Json]:
     return {name: value for name, value in given.items() if name not in _NOT_ARGUMENTS}
 
 
-def _has_other_subject(request: GenerateRequest) -> bool:
-    """Pictures or extra arguments can stand in for words (image to video, class labels)."""
-    return bool(request.image or request.set)
+def _has_other_subject(request: GenerateRequest, accepted: Sequence[str]) -> bool:
+    """Pictures or extra arguments can stand in for words (image to video, class labels); a picture
+    that is changed by degrees is changed towards words."""
+    return bool(request.set or (request.image and "strength" not in accepted))
 
 
 def _guidance_name(pipe: DiffusionPipeline) -> str:

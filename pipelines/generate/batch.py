@@ -24,6 +24,7 @@ from .load import LoadedPipeline
 from .request import GenerateRequest, Json, json_key
 from .run import Item, Naming, as_loaded, generate_items
 from .save import check_output
+from .serving import keeping_partners, serving
 
 __all__ = ["BatchReport", "Failure", "generate_batch", "read_lines"]
 
@@ -71,30 +72,31 @@ def generate_batch(
     done = _keys_in(folder)
     seen: Counter[str] = Counter()
     numbered = requests if isinstance(requests, Mapping) else dict(enumerate(requests, start=1))
-    for number, request in numbered.items():
-        try:
-            if isinstance(request, InputError):
-                raise request
-            base = _key(loaded, request, name)
-            seen[base] += 1
-            keys = [f"{base}-{seen[base]}-{index}" for index in range(request.num_images)]
-            skip = frozenset(index for index, key in enumerate(keys) if key in done)
-            report.num_skipped += len(skip)
-            if len(skip) == request.num_images:
-                continue
-            notes: dict[str, Json] = {"batch_keys": cast(list[Json], keys)}
-            naming = Naming(folder=folder, prefix=f"{number:04d}-", notes=notes)
-            for item in generate_items(
-                loaded, request, naming=naming, graphs=graphs, name=name, skip=skip
-            ):
-                report.items.append(item)
-                if on_item is not None:
-                    on_item(number, item)
-        except Exception as error:
-            failure = Failure(number, error)
-            report.failures.append(failure)
-            if on_failure is not None:
-                on_failure(failure)
+    with keeping_partners(loaded, beyond=loaded is pipe):
+        for number, request in numbered.items():
+            try:
+                if isinstance(request, InputError):
+                    raise request
+                base = _key(serving(loaded, request), request, name)
+                seen[base] += 1
+                keys = [f"{base}-{seen[base]}-{index}" for index in range(request.num_images)]
+                skip = frozenset(index for index, key in enumerate(keys) if key in done)
+                report.num_skipped += len(skip)
+                if len(skip) == request.num_images:
+                    continue
+                notes: dict[str, Json] = {"batch_keys": cast(list[Json], keys)}
+                naming = Naming(folder=folder, prefix=f"{number:04d}-", notes=notes)
+                for item in generate_items(
+                    loaded, request, naming=naming, graphs=graphs, name=name, skip=skip
+                ):
+                    report.items.append(item)
+                    if on_item is not None:
+                        on_item(number, item)
+            except Exception as error:
+                failure = Failure(number, error)
+                report.failures.append(failure)
+                if on_failure is not None:
+                    on_failure(failure)
     return report
 
 

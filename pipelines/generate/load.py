@@ -33,13 +33,17 @@ _DENOISERS = ("transformer", "unet")
 class LoadedPipeline:
     """A pipeline ready to be called, and what it was made from.
 
-    `defaults` are the call arguments a model folder asks for in its `dit_graphs.json`.
+    `defaults` are the call arguments a model folder asks for in its `dit_graphs.json`; `partners`
+    the pipelines of other classes made on the same components.
     """
 
     pipe: DiffusionPipeline
     spec: ModelSpec
     device: torch.device
     defaults: dict[str, Json] = field(default_factory=dict)
+    partners: dict[type[DiffusionPipeline], LoadedPipeline] = field(
+        default_factory=dict, repr=False
+    )
 
 
 def load_pipeline(spec: ModelSpec) -> LoadedPipeline:

@@ -22,8 +22,9 @@ from diffusers import DiffusionPipeline
 from dit_graphs import GraphConfig
 from dit_graphs.pipelines.acceleration import acceleration_of
 
-from .arguments import call_arguments
+from .arguments import call_arguments, check_names
 from .errors import InputError
+from .fitting import fitted, size_changes
 from .inputs import InputFile, open_images
 from .load import LoadedPipeline
 from .media import Medium, media_of
@@ -31,6 +32,7 @@ from .model import ModelSpec
 from .record import make_record
 from .request import GenerateRequest, Json, json_key
 from .save import check_output, save_media, slug
+from .serving import keeping_partners, serving
 from .stages import StageClock
 from .usage import GraphUse, counts
 
@@ -45,7 +47,8 @@ DEFAULT_SAMPLE_RATE = 44_100
 class Item:
     """One finished call: what it drew, from which seed, and where it was saved (if it was).
 
-    `record` makes it again; `seconds` are per stage; `graph_use` is what the graphs did.
+    `record` makes it again; `seconds` are per stage; `graph_use` is what the graphs did; `resized`
+    says which input pictures were given another size.
     """
 
     seed: int
@@ -56,6 +59,7 @@ class Item:
     graph_use: GraphUse
     files: list[Path] = field(default_factory=list)
     sidecar: Path | None = None
+    resized: tuple[str, ...] = ()
 
     @property
     def total_seconds(self) -> float:
@@ -89,14 +93,17 @@ def generate(
     `request` is a prompt or a whole `GenerateRequest`; `fields` are its other fields
     (`height=512, seed=7, num_images=4`). Without a seed a random one is drawn; it is in
     `Item.seed`. `graphs` is noted in the record; left out, it is what `pipe` was accelerated with.
-    Raises `InputError` before anything is drawn.
+    A picture that the pipeline cannot take is drawn from by its image-to-image or inpaint partner,
+    on the same components. Raises `InputError` before anything is drawn.
     """
     if isinstance(request, str):
         request = GenerateRequest.from_mapping({"prompt": request, **fields})
     elif fields:
         request = GenerateRequest.from_mapping({**request.to_mapping(), **fields})
     naming = None if output is None else Naming(folder=Path(output))
-    return list(generate_items(as_loaded(pipe), request, naming=naming, graphs=graphs))
+    loaded = as_loaded(pipe)
+    with keeping_partners(loaded, beyond=loaded is pipe):
+        return list(generate_items(loaded, request, naming=naming, graphs=graphs))
 
 
 def _graphs_of(pipe: DiffusionPipeline) -> GraphConfig | None:
@@ -117,9 +124,13 @@ def generate_items(
 
     `name` stands for the model in records; items whose index is in `skip` are not made.
     """
+    loaded = serving(loaded, request)
+    check_names(type(loaded.pipe), request)  # a default of the model is not a subject
     request = complete(loaded, request)
     graphs = graphs or _graphs_of(loaded.pipe)
-    inputs = open_images(request)
+    opened = open_images(request)
+    request, inputs = fitted(loaded.pipe, request, opened)
+    resized = size_changes(opened, inputs)
     call_arguments(loaded.pipe, request, inputs)
     _check_can_save(loaded.pipe, request)
     if naming is not None:
@@ -128,6 +139,7 @@ def generate_items(
         if index in skip:
             continue
         item = _run(loaded, request.single(index), inputs, graphs, name)
+        item = replace(item, resized=resized)
         if naming is not None:
             notes: dict[str, Json] = {"index": index, "of": request.num_images}
             item = _save(loaded, item, naming, {"item": notes, **naming.notes})

@@ -26,10 +26,11 @@ REFUSED: list[tuple[str, str, str]] = [
     ("--negative-prompt", "", ""),
     ("--seed", "-1", "expected a whole number ≥ 0"),
     ("--num-images", "0", "expected a whole number ≥ 1, got 0"),
-    ("--image", "in.png", TAKES),
-    ("--mask-image", "in.png", TAKES),
+    ("--image", "missing.png", "no such file: 'missing.png'"),
+    ("--image", "text.png", "'text.png' is not a picture that can be read"),
+    ("--mask-image", "in.png", "; ZImageInpaintPipeline takes it beside an image"),
     ("--strength", "1.5", "expected a number from 0 to 1, got 1.5"),
-    ("--strength", "0.5", TAKES),
+    ("--strength", "0.5", "; ZImageImg2ImgPipeline takes it beside an image"),
     ("--control-image", "in.png", TAKES),
     ("--last-image", "in.png", TAKES),
     ("--ip-adapter-image", "in.png", TAKES),
@@ -95,6 +96,7 @@ WRONG = [(option, text, part) for option, text, part in REFUSED if part]
 def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Done]]:
     folder = tmp_path_factory.mktemp("refused")
     Image.new("RGB", (8, 8)).save(folder / "in.png")
+    (folder / "text.png").write_text("no picture")
     (folder / "broken").mkdir()
     commands = []
     for option, text, _ in WRONG:
@@ -124,7 +126,7 @@ def test_b75_a_wrong_option_is_one_sentence_and_exit_code_2(
 def test_nothing_was_written_for_any_of_them(
     refused: tuple[Path, dict[tuple[str, str], Done]],
 ) -> None:
-    assert {p.name for p in refused[0].iterdir()} == {"in.png", "broken"}
+    assert {p.name for p in refused[0].iterdir()} == {"in.png", "text.png", "broken"}
 
 
 def test_every_flag_is_in_the_table_of_wrong_values() -> None:
