@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from .errors import ConfigError
 
@@ -45,6 +47,12 @@ class Intercept:
         return self.original(*args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        # inside a function that torch.compile made, traced or run
+        if torch.compiler.is_compiling() or get_eval_frame_callback():
+            return torch.compiler.disable(self._serve)(*args, **kwargs)
+        return self.serve(*args, **kwargs)
+
+    def _serve(self, *args: object, **kwargs: object) -> object:
         return self.serve(*args, **kwargs)
 
     @property
@@ -77,6 +85,10 @@ class Intercept:
         return True
 
 
+# Dynamo must run this as it is, and what it calls: traced, our look-ups would be baked or break.
+Intercept.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 class CallIntercept(Intercept):
     """What `Module.__call__` finds."""
 
@@ -96,15 +108,8 @@ class CallIntercept(Intercept):
     def __bool__(self) -> bool:
         return False
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.serve(*args, **kwargs)
-
     def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
         return _nothing, ()  # a pickled or copied module is a plain one
-
-
-# Dynamo must run this as it is: tracing it would bake our look-ups into a compiled graph.
-CallIntercept.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class MethodOverride(Intercept):

@@ -81,6 +81,23 @@ def test_b15_compiled_as_a_wrapper_then_wrapped() -> None:
     _check(compiled, plain, compiler, 10)
 
 
+def test_compiled_around_a_wrapped_module_its_graphs_serve() -> None:
+    module, plain = _pair()
+    dit_graphs.wrap(module, backend="recorded")
+    compiler = Counter()
+    _check(torch.compile(module, backend=compiler), plain, compiler, 0)
+    assert runner_of(module).stats.replays == 2
+
+    def around(x: Tensor) -> Tensor:  # Dynamo looks into the module from here: no graphs
+        return module(x) * 2
+
+    compiled = torch.compile(around, backend=compiler)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(9))
+    assert torch.equal(compiled(x), plain(x) * 2)
+    assert torch.equal(module(x), plain(x))
+    assert runner_of(module).stats.replays == 3
+
+
 def test_b15_compiled_in_place_then_wrapped() -> None:
     module, plain = _pair()
     compiler = Counter()
