@@ -14,7 +14,7 @@ from enum import Enum
 
 from .backends.base import Recording
 from .buffers import clone_layout
-from .errors import Reason
+from .errors import CaptureAborted, Reason
 from .memory import Stopwatch
 from .observer import HostRead, Observation
 from .signature import Signature
@@ -109,6 +109,15 @@ class Entry:
         """What forbade a graph may be gone: the signature is as if seen once."""
         self.state, self.blocked, self.retry_after = State.SEEN, None, 0
         self.chances += 1
+
+    def graph(self) -> tuple[Recording[object], StaticInputs]:
+        """Its graph and the buffers which that reads; asked where no other thread can replay.
+
+        Raises `CaptureAborted` where another thread let them go since the entry was found.
+        """
+        if self.recording is None or self.inputs is None:
+            raise CaptureAborted(Reason.STATE_CHANGED, "its graph was released meanwhile")
+        return self.recording, self.inputs
 
     def hand_out(self) -> object:
         """The recording's output, cloned in the caller's mode."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .backends import CapturePlan, make_backend
+from .backends import CapturePlan, make_backend, refusal_of
 from .breaks import handling_breaks
 from .buffers import clone_layout
 from .cache import Entry, State
@@ -22,74 +22,22 @@ from .config import GraphConfig
 from .constants import ConstantTable
 from .counters import RunnerStats
 from .effects import PythonState
-from .errors import CaptureAborted, Reason
+from .errors import CaptureAborted, GraphError, Reason
+from .forward import Forward
 from .memory import DeviceState, Stopwatch
 from .observer import CaptureLog, Guard, HostRead, Observation, Observer, breaking_modules
 from .request_scope import Request
-from .signature import registered_leaves
 from .static_inputs import StaticInputs
-from .tree import map_tensors, unchanged
+from .tree import UnknownLeaf, map_tensors
 from .verify import Verdict, verify_call
 from .watch import BreakPolicy
 
-__all__ = ["Capturer", "Forward"]
+__all__ = ["Capturer"]
 
 _NOTHING_SEEN = Observation(ConstantTable(), (), (), (), False, frozenset(), (), 0, 0)
 _MAX_PASSES = 4
 _WORTH_KEEPING = 0.97  # a replay slower than this share of eager is not kept under "auto"
 _LAUNCH_BOUND = 1.15  # device time within this share of host time: the device waits for Python
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """The wrapped method under the conditions of a capture."""
-
-    module: nn.Module
-    eager: Callable[..., object]
-    device: torch.device
-    ignore: frozenset[str] = frozenset()
-
-    @contextmanager
-    def conditions(self) -> Iterator[None]:
-        """No gradients, no inference mode, autocast as the caller's but without its cache."""
-        kind = self.device.type
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            if torch.is_autocast_enabled(kind):
-                dtype = torch.get_autocast_dtype(kind)
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-            yield
-
-    def on(
-        self, buffers: list[Tensor], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Callable[[], object]:
-        """The call with `buffers` in place of its tensors (those that are in the signature)."""
-
-        def rebuilt() -> tuple[list[object], dict[str, object]]:
-            following = iter(buffers)
-
-            def swap(value: object) -> object:
-                return map_tensors(
-                    value, lambda _: next(following), keep_unknown=True, opaque=registered_leaves()
-                )
-
-            swapped = [swap(value) for value in args]
-            return swapped, {
-                name: value if name in self.ignore else swap(value)
-                for name, value in kwargs.items()
-            }
-
-        def call() -> object:
-            # fresh containers each time: a forward may pop from what it is given
-            swapped, named = rebuilt()
-            before = rebuilt()
-            result = self.eager(*swapped, **named)
-            if not unchanged(before, (swapped, named)):
-                raise CaptureAborted(Reason.PYTHON_STATE, "a container it was given was changed")
-            return result
-
-        return call
 
 
 class Capturer:
@@ -183,14 +131,12 @@ class Capturer:
 
         Raises `CaptureAborted` where no capture of this code path can work.
         """
-        inputs = _buffers_for(entry, tensors, self.state.device)
+        inputs = _bound_buffers(entry, tensors, self.state.device)
         random = self.state.random_state()
         policy = entry.plan.policy
         observer = Observer(self.forward.module, self.state.device, policy, inputs.buffers)
-        inputs.bind(tensors)
         call = self.forward.on(inputs.buffers, args, kwargs)
-        output = self._pass(observer, call, random, entry, policy)
-        result = map_tensors(output, clone_layout, keep_unknown=True)
+        output, result = self._pass(observer, call, random, entry, policy)
         observation = observer.observation()
         if observation.is_random:
             # ops that may draw are many (every SDPA); what did draw has moved a generator
@@ -214,12 +160,15 @@ class Capturer:
         random: list[Tensor],
         entry: Entry,
         policy: BreakPolicy,
-    ) -> object:
+    ) -> tuple[object, object]:
         """Runs the call where plain eager would; after a failure no trace of it is left.
+
+        Returns what it gave and a copy of that, of the caller's mode, for the caller.
 
         Not on the capture stream: a kernel on the legacy stream, which no op shows, would not wait
         for it, and this pass's result is the caller's.
         """
+        python = PythonState(self.forward.module)
         try:
             with (
                 self.forward.conditions(),
@@ -228,19 +177,18 @@ class Capturer:
                 observer,
             ):
                 output = call()
-            observation = observer.observation()
-            if _written_overlap(entry, observation.written_inputs):
+            if _written_overlap(entry, observer.observation().written_inputs):
                 raise CaptureAborted(
                     Reason.UNSUPPORTED_ARGUMENT, "written in place and overlapping another"
                 )
+            return output, _own(output)
         except Exception as error:
             self.state.set_random_state(random)
             observer.undo()
+            python.restore()
             if isinstance(error, CaptureAborted):
                 raise
-            detail = f"{type(error).__name__}: {error}"
-            raise CaptureAborted(Reason.CAPTURE_FAILED, detail) from error
-        return output
+            raise refusal_of(error) from error
 
     def is_observed(self, entry: Entry) -> bool:
         """Whether the last pass left nothing open, so that a capture may follow."""
@@ -277,8 +225,7 @@ class Capturer:
     ) -> None:
         """The entry holds a recording, not yet trusted. Raises `CaptureAborted`."""
         if entry.inputs is None:
-            entry.inputs = _buffers_for(entry, tensors, self.state.device)
-            entry.inputs.bind(tensors)
+            entry.inputs = _bound_buffers(entry, tensors, self.state.device)
         observation = entry.observation or _NOTHING_SEEN
         call = self.forward.on(entry.inputs.buffers, args, kwargs)
         plan = CapturePlan(
@@ -322,6 +269,10 @@ class Capturer:
                     changed += python.restore()  # of every pass by itself: two undo a toggle
                 if not changed:
                     entry.recording = backend.capture(forward, plan)
+            except CaptureAborted:
+                raise
+            except Exception as error:  # outside of a capture session, which heals its own
+                raise refusal_of(error) from error
             finally:
                 changed += python.restore()
                 # host generators advance while capturing: the forward's Python runs once more
@@ -346,36 +297,60 @@ class Capturer:
     def compare_perturbed(
         self, entry: Entry, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Verdict:
-        """Compares on changed inputs; neither result is used and no trace stays."""
-        assert entry.inputs is not None
+        """Compares on changed inputs; neither result is used and no trace stays.
+
+        Raises `CaptureAborted` or `BreakFailed` where the forward cannot do with such values.
+        """
+        inputs = entry.inputs
+        assert inputs is not None
         observed = entry.observation or _NOTHING_SEEN
         random = self.state.random_state()
         generators = [(generator, generator.get_state()) for generator in observed.generators]
         python = PythonState(self.forward.module)
         kept = [(tensor, tensor.clone()) for tensor in observed.written_externals]
-        changed = entry.inputs.perturb()
-        tensors = entry.inputs.copies()
-        call = self.forward.on(tensors, args, kwargs)
+        try:
+            changed = inputs.perturb()
+            tensors = inputs.copies()
+            call = self.forward.on(tensors, args, kwargs)
 
-        def eager() -> object:
-            with self.forward.conditions():
-                return call()
+            def eager() -> object:
+                with self.forward.conditions():
+                    return call()
 
-        verdict = verify_call(self.state, entry, tensors, eager)
-        self.state.set_random_state(random)
-        python.restore()
-        for generator, state in generators:
-            generator.set_state(state)
-        for tensor, before in kept:
-            tensor.copy_(before)
-        entry.inputs.forget()
+            verdict = verify_call(self.state, entry, tensors, eager)
+        except GraphError:
+            raise
+        except Exception as error:
+            raise refusal_of(error) from error
+        finally:
+            self.state.set_random_state(random)
+            python.restore()
+            for generator, state in generators:
+                generator.set_state(state)
+            for tensor, before in kept:
+                tensor.copy_(before)
+            inputs.forget()
         if verdict.reason is None:
-            entry.inputs.prove(changed)
+            inputs.prove(changed)
         return verdict
 
 
-def _buffers_for(entry: Entry, tensors: list[Tensor], device: torch.device) -> StaticInputs:
-    return StaticInputs(tensors, device, [spec.group for spec in entry.signature.tensors])
+def _bound_buffers(entry: Entry, tensors: list[Tensor], device: torch.device) -> StaticInputs:
+    """Buffers that hold the call's tensors. Raises `CaptureAborted` where memory is short."""
+    try:
+        inputs = StaticInputs(tensors, device, [spec.group for spec in entry.signature.tensors])
+        inputs.bind(tensors)
+    except Exception as error:
+        raise refusal_of(error) from error
+    return inputs
+
+
+def _own(output: object) -> object:
+    """A copy for the caller; what cannot be rebuilt itself, for then no graph is made."""
+    try:
+        return map_tensors(output, clone_layout, keep_unknown=True)
+    except UnknownLeaf:
+        return output
 
 
 def _written_overlap(entry: Entry, written: frozenset[int]) -> bool:

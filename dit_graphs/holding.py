@@ -13,18 +13,22 @@ from functools import partial
 import torch
 from torch import nn
 
+from .ambient import ambient_state
 from .budget import keep_budget
 from .cache import Entry, GraphCache, State
-from .calls import Eager, RunnerOptions, signature_source
+from .calls import Eager, RunnerOptions, resolve_backend, signature_source
 from .capture import Capturer
 from .config import GraphConfig
 from .counters import RunnerStats, log
 from .errors import CaptureAborted, Reason
+from .forward import Forward
 from .intercept import Intercept
-from .memory import DeviceState
+from .memory import DeviceState, device_state
 from .module_watch import ModuleWatch
 from .request_scope import Request, current_request
 from .signature import CallForm, Signature
+from .tree import typed
+from .watch import load_modes
 from .worth import MOSTLY_EAGER, Worth, expected_speedup
 
 __all__ = ["GraphHolding"]
@@ -56,7 +60,17 @@ class GraphHolding:
 
     def _settle_on(self, device: torch.device) -> None:
         """Serve a module that lies on `device` from now on."""
-        raise AssertionError("the runner knows how")
+        self.device = device
+        self.state = device_state(device)
+        self.state.holders.add(self)
+        self.backend = resolve_backend(self.config.backend_for(self.options.component), device)
+        if self.backend not in ("off", "none"):
+            load_modes()
+        ignore = frozenset(self.options.ignore)
+        forward = Forward(self.module, self._call_prepared, device, ignore)
+        self._capturer = Capturer(
+            forward, self.state, self.config, self.backend, self.stats, self.options.component
+        )
 
     def mark_changed(self) -> None:
         """A mutator ran (LoRA, processors, `.to`): the next call checks the module again.
@@ -116,7 +130,7 @@ class GraphHolding:
     def _own_key(self) -> Hashable:
         """What the users of this runner add to the key."""
         keys = dict.fromkeys([self.options.key, *(guest.key for guest in self.guests.values())])
-        return tuple(key() for key in keys if key is not None)
+        return tuple(typed(key()) for key in keys if key is not None)
 
     def _guarded(self) -> tuple[Reason, str] | None:
         """Why one of the users allows no graph now, or None."""
@@ -133,9 +147,17 @@ class GraphHolding:
         if request is not None:
             request.recount(before, now)
 
+    def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
+        """What the first passes set themselves (SDPA priorities, caches) is the entry's key now."""
+        moved = self._watch.adopt_changes()
+        now = entry.signature.under(ambient_state(self.device), self._extra())
+        if now != entry.signature:
+            self._rekey(entry, now)
+        return moved
+
     def _refuse(self, entry: Entry, refusal: CaptureAborted) -> None:
         """Remembers why this signature has no graph, and when to try again."""
-        entry.release()
+        self._settle_release(entry)
         if refusal.reason in (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY):
             entry.attempts += 1
             entry.block(refusal.reason, refusal.detail, entry.uses + 2 ** min(entry.attempts, 6))
@@ -250,8 +272,9 @@ class GraphHolding:
         return f"max_graphs={self.config.max_graphs}; one more needs about {per_graph >> 20} MiB"
 
     def _settle_release(self, entry: Entry) -> None:
-        self.state.settle()
-        entry.release()
+        with self.state.replay_lock:  # not while another thread replays it
+            self.state.settle()
+            entry.release()
 
     def _reject(self, entry: Entry, reason: Reason, detail: str) -> None:
         """The entry's graph goes for good."""

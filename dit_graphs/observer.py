@@ -28,7 +28,7 @@ from .errors import CaptureAborted, Reason
 from .flex import breaking_flex_attention
 from .host_functions import HANDLERS
 from .origins import Origin
-from .tree import UnknownLeaf, freeze, map_tensors
+from .tree import UnknownLeaf, freeze, map_tensors, tensor_leaves
 from .watch import (
     Args,
     BreakPolicy,
@@ -238,6 +238,7 @@ class Observer(Watch):
         if self._refusal is None:
             try:
                 freeze(output, [])
+                tensor_leaves(output)  # taken apart is not yet put together again
             except UnknownLeaf as leaf:
                 return Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}"
         return self._refusal
@@ -346,6 +347,7 @@ def _breaking(child: nn.Module, path: str) -> Iterator[None]:
     def call(*args: object, **kwargs: object) -> object:
         return call_break(site, inner, args, kwargs)
 
+    call.keeps_eager = getattr(previous, "keeps_eager", previous is None)  # type: ignore[attr-defined]
     child._compiled_call_impl = call
     try:
         yield

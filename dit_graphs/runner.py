@@ -8,6 +8,7 @@ calls replay, and a call whose unproven input changes for the first time is comp
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Hashable, Sequence
 
@@ -22,22 +23,18 @@ from .calls import (
     RunnerOptions,
     check_tensors,
     device_of,
-    resolve_backend,
     signature_source,
 )
-from .capture import Capturer, Forward
 from .config import GraphConfig
 from .counters import RunnerStats, log
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason, forget_refusals
 from .holding import GraphHolding
 from .known_calls import KnownCalls
-from .memory import device_state
 from .module_watch import ModuleWatch
 from .request_scope import current_request
 from .signature import CallForm, sign
 from .tree import UnknownLeaf
 from .verify import Undo, Verdict, verify_call
-from .watch import load_modes
 
 __all__ = ["GraphRunner", "RunnerOptions"]
 
@@ -65,22 +62,9 @@ class GraphRunner(GraphHolding):
         self._form = CallForm(self._form_source, options.ignore)
         self._known = KnownCalls()
         self._watch = ModuleWatch(module)
+        self._learning = threading.Lock()
         self._open_family()
         self._settle_on(device_of(module))
-
-    def _settle_on(self, device: torch.device) -> None:
-        """Serve a module that lies on `device` from now on."""
-        self.device = device
-        self.state = device_state(device)
-        self.state.holders.add(self)
-        self.backend = resolve_backend(self.config.backend_for(self.options.component), device)
-        if self.backend not in ("off", "none"):
-            load_modes()
-        ignore = frozenset(self.options.ignore)
-        forward = Forward(self.module, self._call_prepared, device, ignore)
-        self._capturer = Capturer(
-            forward, self.state, self.config, self.backend, self.stats, self.options.component
-        )
 
     # The call, top to bottom.
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -177,6 +161,14 @@ class GraphRunner(GraphHolding):
     def _learn(self, entry: Entry, call: Call) -> object:
         if self.config.capture == "warmup_only" and not self._capturer.is_warming_up:
             return self._miss(entry, call, Reason.WARMUP_ONLY)
+        if not self._learning.acquire(blocking=False):  # another thread is learning the module
+            return self._plain(entry, call)
+        try:
+            return self._learn_alone(entry, call)
+        finally:
+            self._learning.release()
+
+    def _learn_alone(self, entry: Entry, call: Call) -> object:
         first = entry.state is State.COLD
         if first and self.config.capture != "first_use" and not self._capturer.is_warming_up:
             result = self._plain(entry, call)
@@ -205,29 +197,18 @@ class GraphRunner(GraphHolding):
                 entry.block_until_retry(*moved)
         return result
 
-    def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
-        """What the first passes set themselves (SDPA priorities, caches) is the entry's key now."""
-        moved = self._watch.adopt_changes()
-        now = entry.signature.under(ambient_state(self.device), self._extra())
-        if now != entry.signature:
-            self._rekey(entry, now)
-        return moved
-
     def _observe_and_capture(self, entry: Entry, call: Call) -> object:
         entry.state = State.SEEN
         if not self._make_room(entry):
             return self._miss(entry, call, Reason.MAX_GRAPHS, self._room_detail())
         self._watch.before_pass()
+        refused: CaptureAborted | None = None
         try:
             result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
         except CaptureAborted as refusal:
-            if refusal.reason is not Reason.CAPTURE_FAILED:
-                self._refuse(entry, refusal)
-            # where eager raises too, it is the caller's error and no fault of this signature
-            result = self._miss(entry, call, refusal.reason, refusal.detail)
-            if refusal.reason is Reason.CAPTURE_FAILED:
-                self._refuse(entry, refusal)
-            return result
+            refused = refusal.with_traceback(None)  # its frames hold what the pass computed
+        if refused is not None:
+            return self._run_refused(entry, call, refused)
         self.stats.count_eager(Reason.WARMING_UP)
         moved = self._adopt(entry)
         if moved is not None:
@@ -237,6 +218,16 @@ class GraphRunner(GraphHolding):
             self._capture(entry, call)
             if self.config.capture == "first_use" and entry.state is State.CAPTURED:
                 self._prove_by_perturbing(entry, call)
+        return result
+
+    def _run_refused(self, entry: Entry, call: Call, refusal: CaptureAborted) -> object:
+        is_raised = refusal.reason is Reason.CAPTURE_FAILED
+        if not is_raised:
+            self._refuse(entry, refusal)
+        # where eager raises too, it is the caller's error and no fault of this signature
+        result = self._miss(entry, call, refusal.reason, refusal.detail)
+        if is_raised:
+            self._refuse(entry, refusal)
         return result
 
     def _capture(self, entry: Entry, call: Call) -> None:
@@ -264,27 +255,32 @@ class GraphRunner(GraphHolding):
 
     # Serving from a graph.
     def _replay(self, entry: Entry, call: Call) -> object:
-        assert entry.recording is not None and entry.inputs is not None
-        if self.config.verify == "always" or entry.inputs.changed_unproven(call.tensors):
-            return self._compare(entry, call)
-        undo = Undo(self.state, entry, call.tensors) if entry.has_effects else None
+        undo, is_done, is_proven = None, False, self.config.verify != "always"
         try:
             with self.state.replaying():
-                entry.inputs.bind(call.tensors)
-                entry.recording.replay()
-                result = entry.hand_out()
-                entry.inputs.copy_back(call.tensors, entry.inputs.rebind_always)
+                recording, inputs = entry.graph()
+                is_proven = is_proven and not inputs.changed_unproven(call.tensors)
+                if is_proven:
+                    undo = Undo(self.state, entry, call.tensors) if entry.has_effects else None
+                    inputs.bind(call.tensors)
+                    recording.replay()
+                    result = entry.hand_out()
+                    inputs.copy_back(call.tensors, inputs.rebind_always)
+            is_done = True
         except BreakFailed as failure:
             if undo is not None:
                 undo()
             return self._drop(entry, call, failure.reason, failure.detail)
-        except CaptureAborted as refusal:  # a replay inside a break of another replay
+        except CaptureAborted as refusal:  # inside a break of another replay, or let go meanwhile
             return self._miss(entry, call, refusal.reason, refusal.detail)
         except torch.OutOfMemoryError:
             if undo is not None:
                 undo()
+        if not is_done:  # not above, where the failed replay's frames are alive
             return self._out_of_memory(entry, call)
-        if entry.recording.breaks:
+        if not is_proven:
+            return self._compare(entry, call)
+        if recording.breaks:
             self._watch.ran_eager = True  # the breaks' bodies may have filled caches
             if self.backend == "debug":
                 self._watch.adopt_changes()
@@ -295,6 +291,7 @@ class GraphRunner(GraphHolding):
     def _compare(self, entry: Entry, call: Call) -> object:
         self.stats.compares += 1
         self._watch.before_pass()
+        verdict: Verdict | None = None
         try:
             verdict = verify_call(
                 self.state, entry, call.tensors, lambda: self.call_eager(*call.args, **call.kwargs)
@@ -304,6 +301,8 @@ class GraphRunner(GraphHolding):
         except CaptureAborted as refusal:
             return self._miss(entry, call, refusal.reason, refusal.detail)
         except torch.OutOfMemoryError:
+            pass  # tried again below, where the failed pass's frames are gone
+        if verdict is None:
             return self._out_of_memory(entry, call)
         self._adopt(entry)
         reason = Reason.WARMING_UP
@@ -334,8 +333,9 @@ class GraphRunner(GraphHolding):
             with torch.inference_mode(False), torch.no_grad():
                 verdict = self._capturer.compare_perturbed(entry, call.positional, call.named)
         except (BreakFailed, CaptureAborted) as failure:
-            self._reject(entry, failure.reason, failure.detail)
-            return
+            if failure.reason is Reason.OUT_OF_MEMORY:
+                self._refuse(entry, CaptureAborted(failure.reason, failure.detail))
+            return  # such values are no caller's: the next call's own are compared
         if verdict.reason is not None:
             self._reject(entry, verdict.reason, verdict.detail)
         else:

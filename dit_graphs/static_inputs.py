@@ -65,10 +65,12 @@ class StaticInputs:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         stale: set[int] = set()
+        fresh: list[tuple[int, int | None]] = []
         for index, tensor in enumerate(tensors):
             if not self.is_bound(index, tensor):
                 stale.add(self.groups[index])
-                self._bound[index] = (tensor, _version(tensor))
+                fresh.append((index, _version(tensor)))
+                self._bound[index] = None  # a copy that is interrupted binds nothing
         for index in stale:
             buffer, tensor = self.buffers[index], tensors[index]
             if self._plain[index] and tensor.device == buffer.device:
@@ -79,6 +81,8 @@ class StaticInputs:
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
+        for index, version in fresh:
+            self._bound[index] = (tensors[index], version)
 
     def close(self) -> None:
         """The buffers' memory is released, whoever still holds the closure of a capture."""

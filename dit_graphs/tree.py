@@ -24,6 +24,7 @@ __all__ = [
     "map_tensors",
     "register_parts",
     "tensor_leaves",
+    "typed",
     "unchanged",
 ]
 
@@ -79,7 +80,17 @@ def freeze(
 
     `True`, `1` and `1.0` freeze differently, as do `0.0` and `-0.0`. Raises `UnknownLeaf`.
     """
-    return _Freezer(tensors, keys, limit).walk(value)
+    try:
+        return _Freezer(tensors, keys, limit).walk(value)
+    except RecursionError:  # a container that holds itself
+        raise UnknownLeaf("size") from None
+
+
+def typed(key: Hashable) -> Hashable:
+    """A key of a user's own making, in which 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    if isinstance(key, tuple):
+        return (type(key), *map(typed, key))
+    return (type(key), key.hex() if isinstance(key, float) else key)
 
 
 class _Freezer:
@@ -103,7 +114,7 @@ class _Freezer:
         if kind is float:
             return (float, value.hex())  # type: ignore[attr-defined]
         if kind in self.keys:
-            return (kind, self.keys[kind](value))
+            return (kind, typed(self.keys[kind](value)))
         if isinstance(value, Mapping):
             return (kind, tuple((self.key(k), self.walk(v)) for k, v in value.items()))
         if isinstance(value, (tuple, list)):
@@ -147,7 +158,8 @@ def map_tensors(
     """`value` rebuilt with every tensor replaced by `fn(tensor)`, depth first, in freeze order.
 
     Objects of a type in `opaque` pass through untouched. Any other object that cannot be taken
-    apart raises `UnknownLeaf`, or passes through with `keep_unknown`.
+    apart raises `UnknownLeaf`, or passes through with `keep_unknown`. So does, always, a container
+    whose constructor does not take its parts.
     """
 
     def walk(node: object) -> object:
@@ -160,16 +172,14 @@ def map_tensors(
             items = {k: walk(v) for k, v in node.items()}
             if kind is dict:
                 return items
-            build: Callable[..., object] = kind
-            return build(**items) if dataclasses.is_dataclass(kind) else build(items)
+            by_name = dataclasses.is_dataclass(kind)
+            return _rebuilt(kind, kind, **items) if by_name else _rebuilt(kind, kind, items)
         if isinstance(node, (tuple, list)):
             parts = [walk(v) for v in node]
-            make: Callable[..., object] = getattr(kind, "_make", kind)
-            return make(parts)
+            return _rebuilt(kind, getattr(kind, "_make", kind), parts)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             names = [f.name for f in dataclasses.fields(node) if f.init]
-            rebuild: Callable[..., object] = kind
-            return rebuild(**{n: walk(getattr(node, n)) for n in names})
+            return _rebuilt(kind, kind, **{n: walk(getattr(node, n)) for n in names})
         if kind in _known_by_parts:
             whole = object.__new__(kind)
             vars(whole).update({n: walk(v) for n, v in vars(node).items()})
@@ -179,6 +189,13 @@ def map_tensors(
         raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")
 
     return walk(value)
+
+
+def _rebuilt(kind: type, make: Callable[..., object], *parts: object, **named: object) -> object:
+    try:
+        return make(*parts, **named)
+    except Exception:  # whatever a stranger's constructor raises
+        raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}") from None
 
 
 def tensor_leaves(value: object) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .buffers import bits_equal
@@ -80,31 +81,36 @@ def verify_call(
 ) -> Verdict:
     """Replays and runs eager on the same inputs; leaves that changed are proven when equal.
 
-    Raises `BreakFailed` from the replay, with every trace of it undone.
+    Raises `BreakFailed` from the replay, with every trace of it undone, and `CaptureAborted` where
+    there is no turn or no graph.
     """
-    assert entry.recording is not None and entry.inputs is not None
     undo = Undo(state, entry, tensors)
     try:
         with state.replaying():
-            changed = entry.inputs.changed_unproven(tensors)
+            recording, inputs = entry.graph()
+            changed = inputs.changed_unproven(tensors)
             # bound but not compared yet: a compare that is interrupted must not count as one
-            entry.inputs.suspects.update(changed)
-            entry.inputs.bind(tensors)
-            entry.recording.poison()
+            inputs.suspects.update(changed)
+            inputs.bind(tensors)
+            recording.poison()
             clock = state.stopwatch()
-            entry.recording.replay()
+            recording.replay()
             clock.stop()
             replayed = entry.hand_out()
     finally:
         undo()
     replay_ms = clock.elapsed_ms(wait=True) or 0.0
     clock = state.stopwatch()
-    result = eager()
+    try:
+        result = eager()
+    except torch.OutOfMemoryError:
+        undo()  # it is tried once more, without graphs
+        raise
     clock.stop()
     eager_ms = clock.elapsed_ms(wait=True) or 0.0
     difference = results_equal(result, replayed)
     if difference is None:
-        entry.inputs.prove(changed)
+        inputs.prove(changed)
         return Verdict(result, None, "", replay_ms, eager_ms)
     after = Undo(state, entry, tensors)
     undo()

@@ -7,9 +7,9 @@ in the plan, so there is one CUDA backend.
 from __future__ import annotations
 
 from ..errors import ConfigError
-from .base import Backend, CapturePlan, Recording
+from .base import Backend, CapturePlan, Recording, refusal_of
 
-__all__ = ["Backend", "CapturePlan", "Recording", "make_backend"]
+__all__ = ["Backend", "CapturePlan", "Recording", "make_backend", "refusal_of"]
 
 
 def make_backend(name: str) -> Backend:

@@ -20,7 +20,7 @@ from ..observer import CaptureLog
 from ..tree import map_tensors, tensor_leaves
 from ..watch import storage_key, storage_parts
 
-__all__ = ["Backend", "BreakLog", "CapturePlan", "Recording"]
+__all__ = ["Backend", "BreakLog", "CapturePlan", "Recording", "refusal_of"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -66,6 +66,18 @@ class Recording(Protocol, Generic[T_co]):
 
     def close(self) -> None:
         """Everything the recording held is released; it is never replayed again."""
+
+
+def refusal_of(error: Exception) -> CaptureAborted:
+    """What was raised on the way to a recording, as the reason why there is none.
+
+    Its traceback goes: the frames hold the tensors of the pass or capture that died.
+    """
+    error.__traceback__ = None
+    is_short = isinstance(error, torch.OutOfMemoryError)
+    first_line = next(iter(str(error).splitlines()), "")
+    reason = Reason.OUT_OF_MEMORY if is_short else Reason.CAPTURE_FAILED
+    return CaptureAborted(reason, f"{type(error).__name__}: {first_line}")
 
 
 class Backend(Protocol):

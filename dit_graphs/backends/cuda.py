@@ -21,7 +21,7 @@ from ..memory import CudaState, PoolId
 from ..observer import CaptureLog
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
 from ..watch import unwatched
-from .base import BreakLog, CapturePlan, Recording
+from .base import BreakLog, CapturePlan, Recording, refusal_of
 
 __all__ = ["CudaBackend", "CudaRecording"]
 
@@ -98,13 +98,7 @@ class _Session(BreakLog):
             self._abort(error)
             if isinstance(error, CaptureAborted) or not isinstance(error, Exception):
                 raise
-            reason = (
-                Reason.OUT_OF_MEMORY
-                if isinstance(error, torch.OutOfMemoryError)
-                else Reason.CAPTURE_FAILED
-            )
-            detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise CaptureAborted(reason, detail) from error
+            raise refusal_of(error) from error
         return output
 
     def _begin(self) -> None:

@@ -32,11 +32,13 @@ class DebugBackend:
         log = BreakLog(plan)
         random = plan.state.random_state()
         kept = [(tensor, clone_layout(tensor)) for tensor in (*plan.inputs, *plan.externals)]
-        with plan.state.capture_stream(), handling_breaks(None):
-            result = fn(None)
-        for tensor, before in kept:
-            copy_layout(tensor, before)
-        plan.state.set_random_state(random)
+        try:
+            with plan.state.capture_stream(), handling_breaks(None):
+                result = fn(None)
+        finally:
+            for tensor, before in kept:
+                copy_layout(tensor, before)
+            plan.state.set_random_state(random)
         try:
             layout = BreakResult.of(result)
             output = cast(T, map_tensors(result, clone_layout))

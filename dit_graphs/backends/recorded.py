@@ -24,7 +24,7 @@ from ..errors import CaptureAborted, Reason
 from ..observer import CaptureLog
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
 from ..watch import Args, Kwargs, iter_tensors, storage_key, traits_of, unwatched
-from .base import BreakLog, CapturePlan, Recording
+from .base import BreakLog, CapturePlan, Recording, refusal_of
 
 __all__ = ["RecordedBackend", "RecordedRecording"]
 
@@ -203,12 +203,11 @@ class RecordedBackend:
         except UnknownLeaf as leaf:
             session.vanish()
             raise CaptureAborted(Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}") from None
-        except Exception as error:
+        except BaseException as error:
             session.vanish()
-            if isinstance(error, CaptureAborted):
+            if isinstance(error, CaptureAborted) or not isinstance(error, Exception):
                 raise
-            detail = f"{type(error).__name__}: {error}"
-            raise CaptureAborted(Reason.CAPTURE_FAILED, detail) from error
+            raise refusal_of(error) from error
         finally:
             plan.state.set_random_state(random)
             for generator, state in explicit:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from variant import CONTRACT, FOOTGUNS, PROPERTIES, variant
 
-from dit_graphs import known_calls, runner, signature
+from dit_graphs import holding, known_calls, runner, signature
 from dit_graphs.known_calls import KnownCalls
 from dit_graphs.module_watch import ModuleWatch
 
@@ -78,7 +78,8 @@ def _no_state(patch: pytest.MonkeyPatch) -> None:
 )
 def _no_autocast(patch: pytest.MonkeyPatch) -> None:
     exact = runner.ambient_state
-    patch.setattr(runner, "ambient_state", lambda device: exact(device)[1:])
+    for module in (runner, holding):
+        patch.setattr(module, "ambient_state", lambda device: exact(device)[1:])
 
 
 @variant(
