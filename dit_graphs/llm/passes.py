@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ..budget import keep_budget
 from ..buffers import bits_equal
 from ..cache import Entry, State, StructurePlan
-from ..capture import Capturer, Forward
+from ..capture import Capturer
 from ..config import GraphConfig
 from ..counters import RunnerStats, log
 from ..errors import CaptureAborted, Reason
+from ..forward import Forward
 from ..memory import DeviceState
 from ..signature import sign
 from ..watch import BreakPolicy
@@ -111,14 +112,25 @@ class PassRunner:
         ):
             return self._compare(held)
         if entry.state is State.READY:
-            assert entry.recording is not None
-            with self.state.gate.shared(), self.state.replaying():
-                entry.recording.replay()
-            entry.replays += 1
-            return None
+            refused = self._replay(entry)
+            if refused is None:
+                entry.replays += 1
+                return None
+            with self.state.gate.shared():
+                self._run(held)
+            return refused
         with self.state.gate.shared():
             self._run(held)
         return entry.blocked[0] if entry.blocked is not None else Reason.WARMING_UP
+
+    def _replay(self, entry: Entry) -> Reason | None:
+        """One replay, or why there was none: inside another's break, or the graph was let go."""
+        try:
+            with self.state.gate.shared(), self.state.replaying():
+                entry.graph()[0].replay()
+        except CaptureAborted as refusal:
+            return refusal.reason
+        return None
 
     def _find(self, wanted: Pass) -> _Held:
         self._clock += 1
@@ -206,7 +218,6 @@ class PassRunner:
     def _compare(self, held: _Held) -> Reason:
         """One step both ways from one state; eager's results stay."""
         entry, used = held.entry, held.used
-        assert entry.recording is not None
         self.stats.compares += 1
         with self.state.gate.shared():
             before = [tensor.clone() for tensor in used.results()]
@@ -215,17 +226,18 @@ class PassRunner:
             self._run(held)
             entry.host_ms = (time.perf_counter() - started) * 1e3
             eager, after = self._outcome(used), self.state.random_state()
-            for tensor, value in zip(used.results(), before, strict=True):
-                tensor.copy_(value)
-            self.state.set_random_state(random)
+            self._rewind(used, before, random)
             used.poison()
-            with self.state.replaying():
-                entry.recording.replay()
+            refused = self._replay(entry)
             replayed, drawn = self._outcome(used), self.state.random_state()
         equal = all(map(bits_equal, eager, replayed)) and all(map(torch.equal, after, drawn))
-        if equal:
+        if equal and refused is None:
             entry.state = State.READY
             return Reason.WARMING_UP
+        if refused is not None:
+            self._rewind(used, before, random)
+            self._run(held)
+            return refused
         steady = all(self._repeats(held, before, random, eager) for _ in range(_MORE_RUNS))
         reason = Reason.VERIFY_MISMATCH if steady else Reason.EAGER_NONDETERMINISTIC
         self.state.settle()
@@ -237,11 +249,14 @@ class PassRunner:
         self, held: _Held, before: list[Tensor], random: list[Tensor], expected: list[Tensor]
     ) -> bool:
         """The step was run eagerly once more from where it was; whether its bits came again."""
-        self.state.set_random_state(random)
-        for tensor, value in zip(held.used.results(), before, strict=True):
-            tensor.copy_(value)
+        self._rewind(held.used, before, random)
         self._run(held)
         return all(map(bits_equal, expected, self._outcome(held.used)))
+
+    def _rewind(self, used: Pass, before: list[Tensor], random: list[Tensor]) -> None:
+        for tensor, value in zip(used.results(), before, strict=True):
+            tensor.copy_(value)
+        self.state.set_random_state(random)
 
     @staticmethod
     def _outcome(used: Pass) -> list[Tensor]:
@@ -255,11 +270,12 @@ class PassRunner:
 
     def drop_graphs(self) -> int:
         """Closes every graph; they come back on their next use. Returns how many there were."""
-        self.state.settle()
-        graphs = [held for held in self.held.values() if held.entry.is_held]
-        for held in graphs:
-            held.entry.release()
-        return len(graphs)
+        with self.state.replay_lock:
+            self.state.settle()
+            graphs = [held for held in self.held.values() if held.entry.is_held]
+            for held in graphs:
+                held.entry.release()
+            return len(graphs)
 
     def forget(self) -> None:
         """Every graph is closed and nothing learnt is kept: the memory under them goes away."""

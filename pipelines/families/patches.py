@@ -6,6 +6,7 @@ other instances of the class, and this one outside a recording, run diffusers' o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,15 +21,25 @@ Function = Callable[..., object]
 def replacing(
     modules: list[nn.Module], name: str, make: Callable[[nn.Module, Function], Function]
 ) -> Iterator[None]:
-    """Inside, method `name` of each module is `make(module, its own)`."""
+    """Inside, method `name` of each module is `make(module, its own)`, for this thread's calls."""
     before = [(vars(module), vars(module).get(name)) for module in modules]
     for module in modules:
-        vars(module)[name] = make(module, getattr(module, name))
+        own = getattr(module, name)
+        vars(module)[name] = _here(make(module, own), own)
     try:
         yield
     finally:
-        for attributes, own in before:
-            if own is None:
+        for attributes, earlier in before:
+            if earlier is None:
                 del attributes[name]
             else:
-                attributes[name] = own
+                attributes[name] = earlier
+
+
+def _here(made: Function, own: Function) -> Function:
+    me = threading.get_ident()
+
+    def call(*args: object, **kwargs: object) -> object:
+        return (made if threading.get_ident() == me else own)(*args, **kwargs)
+
+    return call

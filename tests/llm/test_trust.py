@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny_llms
@@ -238,3 +240,20 @@ def test_a_layer_that_was_not_laid_out_is_an_error():
 def test_sampling_values_are_checked(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(do_sample=True, **wrong)
+
+
+def test_graphs_that_go_while_a_step_waits_for_its_turn_are_not_replayed(recorded, qwen3):
+    """Another pipeline replays, runs out of memory and lets every graph of the device go."""
+    generator = recorded(qwen3)
+    batch = tiny_llms.prompts([7, 12], seed=0)
+    expected = qwen3.generate(**batch, max_new_tokens=12, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(generator(**batch, max_new_tokens=12, do_sample=False), expected)
+    state = generator.runner.state
+    with ThreadPoolExecutor(1) as pool:
+        with state.replay_lock:
+            done = pool.submit(generator, **batch, max_new_tokens=12, do_sample=False)
+            time.sleep(0.5)
+            assert not done.done()
+            state.retire()
+        assert torch.equal(done.result(timeout=60), expected)
