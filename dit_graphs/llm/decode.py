@@ -28,7 +28,7 @@ from .model import LanguageModel
 from .passes import PassRunner
 from .sampling import GREEDY, Sampling
 from .state import MAX_EOS, DecodeState
-from .writing import Prefill, Prompt, Writing
+from .writing import OnTokens, Prefill, Prompt, Writing
 
 __all__ = ["DecodeRunner", "Prompt"]
 
@@ -133,8 +133,11 @@ class DecodeRunner:
         sampling: Sampling = GREEDY,
         eos: Sequence[int] = (),
         pad: int = 0,
+        on_tokens: OnTokens | None = None,
     ) -> Tensor:
         """The new tokens, int64 [B, n ≤ max_new_tokens]; after a row's end only `pad`.
+
+        `on_tokens` gets them as they are written, column by column, on the host; it may raise.
 
         `prefill(store)` reads the prompts, storing their keys and values, and returns the last
         tokens' logits [B, vocabulary]. Raises `GraphError` before any device work where the batch
@@ -153,7 +156,7 @@ class DecodeRunner:
             writing.read(prefill, eos, pad)
             writing.choose()
             clock.stop()
-            tokens = writing.write(can_end=bool(eos))
+            tokens = writing.write(can_end=bool(eos), on_tokens=on_tokens)
             self.stats.finish(
                 clock.elapsed_ms(wait=True), rows=rows, bucket=bucket, lengths=prompt.lengths,
                 width=prompt.width, new_tokens=tokens.shape[1],

@@ -31,7 +31,7 @@ from .state import DecodeState
 from .steps import choice_pass, model_pass
 from .stop_flag import StopFlag
 
-__all__ = ["RESERVED_AT_ONCE", "Prefill", "Prompt", "Writer", "Writing"]
+__all__ = ["RESERVED_AT_ONCE", "OnTokens", "Prefill", "Prompt", "Writer", "Writing"]
 
 RESERVED_AT_ONCE = 1024  # new tokens; for a longer text the slots grow on the way
 _POLL_EVERY = 4  # steps between two looks at the stop flags
@@ -39,6 +39,7 @@ _MARKS = 4  # chunks whose beginning is remembered: the flag is read up to two l
 _CHUNK = 64  # steps between two looks at the slots' length where nothing can end a row
 
 Prefill = Callable[[PromptStore], Tensor]
+OnTokens = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,10 +160,14 @@ class Writing:
             from_graph=reason is None and runner.backend != "debug", device=runner.device,
         )  # fmt: skip
 
-    def write(self, *, can_end: bool) -> Tensor:
-        """Steps until every row has ended, or to the limit; the new tokens [B, n]."""
+    def write(self, *, can_end: bool, on_tokens: OnTokens | None = None) -> Tensor:
+        """Steps until every row has ended, or to the limit; the new tokens [B, n].
+
+        `on_tokens` gets them as they come, one column [B] on the host after the other.
+        """
         stop, replays = StopFlag(self.runner.device), self.runner.stats.replays
         marks: deque[tuple[int, list[Tensor]]] = deque(maxlen=_MARKS)
+        told = self._tell(on_tokens, 0)
         while self.written < self.max_new_tokens:
             if can_end:
                 stop.post(self.state.finished[: self.rows].all())
@@ -170,16 +175,28 @@ class Writing:
                     break
             if self.sampling.do_sample:
                 marks.append((self.written, self.runner.state.random_state()))
-            chunk = min(_POLL_EVERY if can_end else _CHUNK, self._steps_left)
+            is_watched = can_end or on_tokens is not None
+            chunk = min(_POLL_EVERY if is_watched else _CHUNK, self._steps_left)
             self._fit(self.longest + self.written + chunk)
             for _ in range(chunk):
                 self.step()
                 self.choose()
+            told = self._tell(on_tokens, told)
         count = int(self.state.stop_at[: self.rows].max())  # sync: the text is complete
         if marks and count < self.written:
             self._rewind(marks, count)
         self._log(count, self.runner.stats.replays - replays)
         return self.state.text[: self.rows, :count].clone()
+
+    def _tell(self, on_tokens: OnTokens | None, told: int) -> int:
+        """Hands out the columns that were written since; returns how many there are now."""
+        if on_tokens is None:
+            return told
+        end = int(self.state.stop_at[: self.rows].max())  # sync: somebody reads along
+        count = min(self.written, end)
+        for column in self.state.text[: self.rows, told:count].cpu().unbind(dim=1):
+            on_tokens(column)
+        return count
 
     def _fit(self, tokens: int) -> None:
         if tokens > self.cache.capacity:

@@ -31,7 +31,7 @@ _MODES = (
     "constraints",
     "force_words_ids",
 )
-_PARTNERS = ("streamer", "assistant_model", "synced_gpus", "custom_generate", "inputs_embeds")
+_PARTNERS = ("assistant_model", "synced_gpus", "custom_generate", "inputs_embeds")
 _ORDER = (
     logits_process.RepetitionPenaltyLogitsProcessor,
     logits_process.TemperatureLogitsWarper,

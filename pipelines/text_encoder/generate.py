@@ -8,6 +8,7 @@ exactly what it would have got.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -62,10 +63,14 @@ class TextGenerator:
         """What `generate` returns: from graphs, or transformers' own with a counted reason."""
         with passing_through():
             reason = self._refusal(kwargs)
+            if reason is None and len(args) > 1:
+                reason = Reason.GENERATE_ARGUMENT, "arguments by position"
             if reason is not None:
                 self._count(*reason)
                 return self.eager(*args, **kwargs)
-            return self.eager(*args, **kwargs, custom_generate=self._loop)
+            # transformers keeps the streamer from loops that are not its own
+            loop = partial(self._loop, streamer=kwargs.get("streamer"))
+            return self.eager(*args, **kwargs, custom_generate=loop)
 
     def _refusal(self, kwargs: Mapping[str, object]) -> tuple[Reason, str] | None:
         with torch.no_grad():
@@ -101,18 +106,22 @@ class TextGenerator:
         **model_kwargs: object,
     ) -> object:
         """The decoding loop that transformers calls with everything prepared."""
+        reader = _Reader(streamer) if streamer is not None else None
         try:
             asked = read(
                 input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
             )
-            return self._write(input_ids, asked, generation_config, model_kwargs)
+            return self._write(input_ids, asked, generation_config, model_kwargs, reader)
         except (Refused, CaptureAborted) as refusal:
+            if reader is not None and reader.has_begun:
+                raise  # the text cannot begin once more
             self._count(refusal.reason, refusal.detail)
         return self._transformers_loop(
             input_ids=input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
+            streamer=streamer,
             **model_kwargs,
         )
 
@@ -127,6 +136,7 @@ class TextGenerator:
         asked: Asked,
         generation_config: object,
         model_kwargs: Mapping[str, object],
+        reader: _Reader | None,
     ) -> Tensor:
         width = input_ids.shape[1]
         cache = model_kwargs.get(self.model.cache_name)
@@ -163,7 +173,10 @@ class TextGenerator:
             sampling=asked.sampling,
             eos=asked.eos,
             pad=asked.pad,
+            on_tokens=reader.put if reader is not None else None,
         )
+        if reader is not None:
+            reader.end()
         return torch.cat([input_ids, tokens.to(input_ids.device)], dim=-1)
 
     def _seen(self, input_ids: Tensor, asked: Asked) -> Tensor | None:
@@ -191,3 +204,18 @@ class TextGenerator:
         """All memory of both runners is given back."""
         self.prefill.close()
         self.runner.close()
+
+
+class _Reader:
+    """A streamer of transformers that remembers whether it has heard anything."""
+
+    def __init__(self, streamer: object) -> None:
+        self._streamer = cast(Any, streamer)
+        self.has_begun = False
+
+    def put(self, tokens: Tensor) -> None:
+        self.has_begun = True
+        self._streamer.put(tokens)
+
+    def end(self) -> None:
+        self._streamer.end()

@@ -61,21 +61,63 @@ def test_an_argument_without_a_graph_is_transformers_own_and_named(recorded, qwe
     assert stats.replays == 0
 
 
-def test_a_streamer_gets_its_tokens(recorded, qwen3):
+@pytest.mark.parametrize("lengths", [[6], [6, 3, 5]])
+@pytest.mark.parametrize("can_end", [False, True])
+def test_a_streamer_hears_what_is_written_from_graphs(recorded, qwen3, lengths, can_end):
     class Streamer:
-        def __init__(self):
-            self.put_count = 0
+        def __init__(self) -> None:
+            self.heard, self.ends = [], 0
 
         def put(self, value):
-            self.put_count += 1
+            assert value.device.type == "cpu"
+            self.heard.append(value)
 
         def end(self):
-            pass
+            self.ends += 1
 
-    streamer, generator = Streamer(), recorded(qwen3)
-    generator(**tiny_llms.prompts([6]), max_new_tokens=5, do_sample=False, streamer=streamer)
-    assert streamer.put_count == 6  # the prompt and five tokens
-    assert generator.runner.stats.details[Reason.GENERATE_ARGUMENT] == "streamer"
+    prompts, generator = tiny_llms.prompts(lengths), recorded(qwen3)
+    given = {"max_new_tokens": 11, "do_sample": False, "pad_token_id": 0}
+    text = qwen3.generate(**prompts, **given)
+    if can_end:
+        given["eos_token_id"] = int(text[0, lengths[0] + 4])
+        text = qwen3.generate(**prompts, **given)
+    ours, theirs = Streamer(), Streamer()
+    assert torch.equal(generator(**prompts, **given, streamer=ours), text)
+    qwen3.generate(**prompts, **given, streamer=theirs)
+    assert generator.runner.stats.replays and not generator.runner.stats.fallbacks.get(
+        Reason.GENERATE_ARGUMENT
+    )
+    assert len(ours.heard) == len(theirs.heard) and (ours.ends, theirs.ends) == (1, 1)
+    assert all(map(torch.equal, ours.heard, theirs.heard))
+
+
+def test_arguments_by_position_are_transformers_own(recorded, qwen3):
+    generator, config = recorded(qwen3), tf.GenerationConfig(num_beams=2, max_new_tokens=5)
+    ids = tiny_llms.prompts([6])["input_ids"]
+    assert torch.equal(generator(ids, config), qwen3.generate(ids, config))
+    assert generator.runner.stats.details[Reason.GENERATE_ARGUMENT] == "arguments by position"
+
+
+def test_a_streamer_that_raises_stops_the_text_and_the_next_one_is_whole(recorded, qwen3):
+    class Enough(Exception):
+        pass
+
+    class Streamer:
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 4:
+                raise Enough
+
+        def end(self):
+            raise AssertionError("it never ended")
+
+    prompts, generator = tiny_llms.prompts([6]), recorded(qwen3)
+    given = {"max_new_tokens": 11, "do_sample": False}
+    with pytest.raises(Enough):
+        generator(**prompts, **given, streamer=Streamer())
+    assert torch.equal(generator(**prompts, **given), qwen3.generate(**prompts, **given))
 
 
 def test_a_cache_that_is_filled_is_gone_on_with_by_transformers(recorded, qwen3):
