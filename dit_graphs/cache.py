@@ -116,6 +116,8 @@ class Entry:
         Raises `CaptureAborted` where another thread let them go since the entry was found.
         """
         if self.recording is None or self.inputs is None:
+            if self.state in (State.CAPTURED, State.READY):
+                self.state = State.SEEN
             raise CaptureAborted(Reason.STATE_CHANGED, "its graph was released meanwhile")
         return self.recording, self.inputs
 
@@ -272,7 +274,8 @@ class GraphCache:
 
     def held(self) -> list[Entry]:
         """Entries that hold a graph."""
-        return [entry for entry in self.entries.values() if entry.is_held]
+        # a list first: another thread may ask for a report while calls add entries
+        return [entry for entry in list(self.entries.values()) if entry.is_held]
 
     def make_room(self, entry: Entry) -> bool:
         """Room for one more graph: the least worthy goes, or no if `entry` is not worth it."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .backends import CapturePlan, make_backend, refusal_of
+from .backends import CapturePlan, Recording, make_backend, refusal_of
 from .breaks import handling_breaks
 from .buffers import clone_layout
 from .cache import Entry, State
@@ -226,11 +226,12 @@ class Capturer:
         """The entry holds a recording, not yet trusted. Raises `CaptureAborted`."""
         if entry.inputs is None:
             entry.inputs = _bound_buffers(entry, tensors, self.state.device)
+        inputs = entry.inputs
         observation = entry.observation or _NOTHING_SEEN
-        call = self.forward.on(entry.inputs.buffers, args, kwargs)
+        call = self.forward.on(inputs.buffers, args, kwargs)
         plan = CapturePlan(
             state=self.state,
-            inputs=tuple(entry.inputs.buffers),
+            inputs=tuple(inputs.buffers),
             breaks=observation.breaks,
             generators=observation.generators,
             externals=observation.written_externals,
@@ -262,13 +263,14 @@ class Capturer:
             random = self.state.random_state()
             drawn = [(generator, generator.get_state()) for generator in observation.generators]
             changed: list[str] = []
+            recording: Recording[object] | None = None
             try:
                 if self.state.needs_trial and not entry.plan.has_captured and name != "debug":
                     backend.capture(forward, replace(plan, is_trial=True)).close()
                     self.state.reclaim()  # the scratch pool's memory serves the shared one
                     changed += python.restore()  # of every pass by itself: two undo a toggle
                 if not changed:
-                    entry.recording = backend.capture(forward, plan)
+                    recording = backend.capture(forward, plan)
             except CaptureAborted:
                 raise
             except Exception as error:  # outside of a capture session, which heals its own
@@ -279,16 +281,17 @@ class Capturer:
                 self.state.set_random_state(random)
                 for generator, before in drawn:
                     generator.set_state(before)
-        if changed:
-            entry.release()
-            raise CaptureAborted(Reason.PYTHON_STATE, f"sets {', '.join(changed[:3])}")
-        assert entry.recording is not None
-        entry.capture_ms = (time.perf_counter() - started) * 1e3
+            if recording is None or changed:
+                if recording is not None:
+                    recording.close()
+                raise CaptureAborted(Reason.PYTHON_STATE, f"sets {', '.join(changed[:3])}")
+            inputs.rebind_always = observation.written_inputs
+            entry.recording, entry.backend, entry.state = recording, name, State.CAPTURED
+            entry.capture_ms = (time.perf_counter() - started) * 1e3
+        # from here on other threads may let go of it with all other graphs
         self._capture_ms = entry.capture_ms
         entry.plan.has_captured = True
-        entry.backend, entry.state = name, State.CAPTURED
-        entry.inputs.rebind_always = observation.written_inputs
-        if entry.recording.breaks and observation.written_externals:
+        if recording.breaks and observation.written_externals:
             entry.release()
             raise CaptureAborted(
                 Reason.CAPTURE_FAILED, "writes to module state around an eager break"
@@ -301,8 +304,7 @@ class Capturer:
 
         Raises `CaptureAborted` or `BreakFailed` where the forward cannot do with such values.
         """
-        inputs = entry.inputs
-        assert inputs is not None
+        _, inputs = entry.graph()
         observed = entry.observation or _NOTHING_SEEN
         random = self.state.random_state()
         generators = [(generator, generator.get_state()) for generator in observed.generators]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .ambient import ambient_state
+from .backends import Recording
 from .budget import keep_budget
 from .cache import Entry, GraphCache, State
 from .calls import Eager, RunnerOptions, resolve_backend, signature_source
@@ -34,6 +35,7 @@ from .worth import MOSTLY_EAGER, Worth, expected_speedup
 __all__ = ["GraphHolding"]
 
 _SEEN_IN_A_PASS = (Reason.HOST_READ, Reason.HOST_COPY, Reason.CONSTANT_CHANGED)
+_SOON_OVER = (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY, Reason.STATE_CHANGED)
 _SHOWN_LINES = 6
 _SHORT_OF_MEMORY = (Reason.LOW_MEMORY, Reason.OUT_OF_MEMORY, Reason.MEMORY_BUDGET)
 
@@ -158,7 +160,7 @@ class GraphHolding:
     def _refuse(self, entry: Entry, refusal: CaptureAborted) -> None:
         """Remembers why this signature has no graph, and when to try again."""
         self._settle_release(entry)
-        if refusal.reason in (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY):
+        if refusal.reason in _SOON_OVER:
             entry.attempts += 1
             entry.block(refusal.reason, refusal.detail, entry.uses + 2 ** min(entry.attempts, 6))
         elif refusal.reason in _SHORT_OF_MEMORY:
@@ -180,10 +182,8 @@ class GraphHolding:
         nearest = self.cache.nearest(signature)
         return nearest.diff(signature)[:_SHOWN_LINES] if nearest is not None else []
 
-    def note_capture(self, entry: Entry) -> None:
+    def note_capture(self, entry: Entry, recording: Recording[object]) -> None:
         """One line about a new graph."""
-        recording = entry.recording
-        assert recording is not None
         share = f", mostly eager: {recording.captured_fraction:.0%} captured"
         log.info(
             "%s: captured %s: %s, %d segments, %d breaks, %.0f ms, %.1f MiB%s",
@@ -329,15 +329,16 @@ class GraphHolding:
                 for entry in self.cache.held()
                 if (worth := self._worth(entry)) is not None
             ),
-            "graphs": [self._record(entry) for entry in self.cache.held()],
+            "graphs": [record for entry in self.cache.held() for record in self._records(entry)],
         }
 
-    def _record(self, entry: Entry) -> dict[str, object]:
+    def _records(self, entry: Entry) -> Iterator[dict[str, object]]:
         recording, inputs = entry.recording, entry.inputs
-        assert recording is not None and inputs is not None
+        if recording is None or inputs is None:
+            return  # another thread let it go just now
         worth = self._worth(entry)
         sites = entry.observation.breaks if entry.observation is not None else ()
-        return {
+        yield {
             "signature": self.describe(entry.signature),
             "backend": entry.backend,
             "state": entry.state.value,

@@ -238,6 +238,7 @@ class GraphRunner(GraphHolding):
         try:
             self._capturer.capture(entry, call.positional, call.named, call.tensors)
             self._keep_budget(entry)
+            recording, inputs = entry.graph()  # still: other threads may let go of all graphs
         except CaptureAborted as refusal:
             if not was_observed and refusal.reason in _OBSERVABLE:
                 entry.plan.is_simple = False  # this size is not like the others: observe it
@@ -246,11 +247,9 @@ class GraphRunner(GraphHolding):
             self._refuse(entry, refusal)
             return
         self.stats.captures += 1
-        assert entry.recording is not None
-        self.note_capture(entry)
+        self.note_capture(entry, recording)
         if self.config.verify is False:
-            assert entry.inputs is not None
-            entry.inputs.prove(list(range(len(call.tensors))))
+            inputs.prove(list(range(len(call.tensors))))
             entry.state = State.READY
 
     # Serving from a graph.
@@ -328,7 +327,6 @@ class GraphRunner(GraphHolding):
         """first_use: compares at once, on inputs the capture did not see."""
         if self.config.verify is False or self.options.family is not None:
             return  # a family's facts hold for the call's own values only: its next call compares
-        assert entry.inputs is not None
         try:
             with torch.inference_mode(False), torch.no_grad():
                 verdict = self._capturer.compare_perturbed(entry, call.positional, call.named)

@@ -9,14 +9,17 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import Tensor, nn
 from twin import Twin, Where
 
 import dit_graphs
 from dit_graphs import Reason, eager_on_graph
+from dit_graphs.cache import Entry
 from dit_graphs.memory import device_state
 from dit_graphs.pipelines.families.patches import replacing
+from dit_graphs.signature import Signature
 from dit_graphs.wrapping import runner_of
 
 
@@ -39,6 +42,43 @@ def test_a_graph_that_went_while_its_call_waited_is_not_replayed(where: Where) -
     assert torch.equal(result, twin.plain(x))
     assert twin.fallbacks["state_changed"] == 1
     twin.until_replayed(lambda index: (where.randn(3, 8, seed=index),))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_graph_that_goes_right_after_its_capture_is_captured_again(
+    where: Where, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = Twin(nn.Linear(8, 8), where, verify=verify)
+    real, left = twin.runner._keep_budget, [1]
+
+    def keep(entry: Entry) -> None:
+        real(entry)
+        if left[0]:
+            left[0] -= 1
+            device_state(where.device).retire()  # another thread, short of memory
+
+    monkeypatch.setattr(twin.runner, "_keep_budget", keep)
+    for index in range(12):
+        twin(where.randn(3, 8, seed=index))
+    assert left == [0]
+    assert twin.replays > 0
+
+
+def test_a_report_leaves_out_what_goes_meanwhile(
+    where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = Twin(nn.Linear(8, 8), where)
+    for size in (2, 3):
+        twin.until_replayed(lambda index, size=size: (where.randn(size, 8, seed=index),))
+    assert len(twin.runner.report()["graphs"]) == 2
+    real = twin.runner.describe
+
+    def describe(signature: Signature) -> str:
+        twin.runner.drop_graphs()
+        return real(signature)
+
+    monkeypatch.setattr(twin.runner, "describe", describe)
+    assert len(twin.runner.report()["graphs"]) == 1
 
 
 _retires = threading.Event()
