@@ -158,11 +158,12 @@ def test_verify_always_compares_every_call(graphing: Where) -> None:
     assert twin.fallbacks["verify_mismatch"] == 1
 
 
-def test_eager_that_disagrees_with_itself_is_told_apart(graphing: Where) -> None:
+@pytest.mark.parametrize("every", [1, 3])
+def test_eager_that_disagrees_with_itself_is_told_apart(graphing: Where, every: int) -> None:
     class Restless(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             Restless.calls += 1
-            return x * float(Restless.calls)
+            return x * float(Restless.calls // every)
 
     Restless.calls = 0
     module = dit_graphs.wrap(Restless(), backend=graphing.backend)
