@@ -6,7 +6,9 @@ value a pipeline refuses and a line of a file that makes no sense all end here, 
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Annotated
@@ -18,7 +20,7 @@ from dit_graphs.pipelines.generate import InputError
 
 from . import batch, demo, doctor, generate, inspection
 from .codes import BAD_INPUT, FAILED, INTERRUPTED
-from .flags import command, option_name
+from .flags import command, option_name, request_flags
 
 __all__ = ["build_app", "main"]
 
@@ -40,17 +42,23 @@ _ARGUMENTS = {
 }
 
 
+_PROMPT = {"prompt"}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the result is the process's exit code."""
+    if not sys.warnoptions:  # what a library tells its own developers
+        warnings.simplefilter("ignore", FutureWarning)
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = build_app()(args=arguments, prog_name="dit-graphs", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except InputError as error:
-        return _refuse(f"{_named(error.option)}: {error.problem}")
+        return _refuse(f"{_named(error.option)}: {_as_typed(error.problem)}")
     except _UsageProblem as error:
         return _refuse(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
+        print("dit-graphs: interrupted; no file was finished", file=sys.stderr)
         return INTERRUPTED
     except GraphError as error:
         return _fail(str(error))
@@ -93,6 +101,20 @@ def _version(wanted: bool) -> None:
 
 def _named(option: str) -> str:
     return ", ".join(_ARGUMENTS.get(name) or option_name(name) for name in option.split(", "))
+
+
+def _as_typed(problem: str) -> str:
+    """Where a pipeline's arguments are listed: each as it is typed here."""
+    flags = {flag.name for flag in request_flags()}
+
+    def typed(match: re.Match[str]) -> str:
+        names = match[1].split(", ")
+        own = ["PROMPT" if n == "prompt" else option_name(n) for n in names if n in flags | _PROMPT]
+        others = [name for name in names if name not in flags | _PROMPT]
+        by_set = f", and by --set KEY=JSON {', '.join(others)}" if others else ""
+        return f"it takes {', '.join(own)}{by_set}"
+
+    return re.sub(r"it takes (\w+(?:, \w+)*)", typed, problem)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

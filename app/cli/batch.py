@@ -48,6 +48,9 @@ def run(given: Given) -> int:
     a line that fails is named, the others are made, and the exit code is 1.
     """
     since = time.perf_counter()
+    given.check()
+    path = Path(str(given.value("file")))
+    text = _text(path)
     from dit_graphs.pipelines.generate import (
         BatchReport,
         check_output,
@@ -58,21 +61,22 @@ def run(given: Given) -> int:
     from .report import announce, listing_finished
     from .session import completed, open_session
 
-    path = Path(str(given.value("file")))
-    lines = read_lines(_text(path).splitlines(), given.request(None))
+    lines = read_lines(text.splitlines(), given.request(None))
     if not lines:
         raise InputError("file", f"{str(path)!r} holds no line")
     folder = Path(str(given.value("output") or "outputs"))
     check_output(folder)
     requests = [line for line in lines.values() if isinstance(line, GenerateRequest)]
     session = open_session(given, requests, since=since, checks=False)
-    report, finished = BatchReport(), list[Path]()
+    report, finished, begun = BatchReport(), list[Path](), set[int]()
 
     def on_item(number: int, item: Item) -> None:
         finished.extend(item.files)
         request = lines[number]
         if isinstance(request, GenerateRequest):
-            print(f"line {number} of {max(lines)}{_class(item, session)}")
+            if number not in begun:
+                print(f"line {number} of {max(lines)}{_class(item, session)}")
+            begun.add(number)
             announce(item, completed(session, request), session.loaded.device)
 
     def on_failure(failure: Failure) -> None:
@@ -105,6 +109,8 @@ def _class(item: Item, session: Session) -> str:
 
 
 def _text(path: Path) -> str:
+    if not path.is_file():
+        raise InputError("file", f"no such file: {str(path)!r}")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -112,6 +118,8 @@ def _text(path: Path) -> str:
 
 
 def _sentence(error: Exception) -> str:
+    if isinstance(error, InputError) and error.option == "line":
+        return error.problem
     if isinstance(error, InputError):
         return f"{error.option}: {error.problem}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

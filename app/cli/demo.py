@@ -43,6 +43,7 @@ def flags() -> list[Flag]:
 def run(given: Given) -> int:
     """Serve a page that draws and shows what the graphs do (extra app)."""
     since = time.perf_counter()
+    given.check()
     if importlib.util.find_spec("gradio") is None:
         raise InputError("demo", "the package gradio is missing: pip install 'dit-graphs[app]'")
     port = given.value("port")

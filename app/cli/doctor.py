@@ -60,7 +60,7 @@ def _machine() -> Iterator[str]:
     yield f"python {platform.python_version()}, {', '.join(versions)}"
     extras = [f"{name} {version}" for name, version in _versions(_EXTRAS)]
     yield f"extras: {', '.join(extras) or 'none'}"
-    yield f"CUDA {torch.version.cuda or 'not built in'}"
+    yield f"torch was built {_built_for()}"
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
         gib = gpu.total_memory / (1 << 30)
@@ -68,6 +68,13 @@ def _machine() -> Iterator[str]:
     for name in ("DIT_GRAPHS", "DIT_GRAPHS_BACKEND", "PYTORCH_CUDA_ALLOC_CONF"):
         if name in os.environ:
             yield f"{name}={os.environ[name]}"
+
+
+def _built_for() -> str:
+    import torch
+
+    cuda = torch.version.cuda
+    return f"for CUDA {cuda}" if cuda else "without CUDA"
 
 
 def _versions(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:

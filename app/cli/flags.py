@@ -122,7 +122,7 @@ def graph_flags() -> list[Flag]:
         hint, text = hints[item.name], item.metadata["help"]
         if _is_per_phase(hint):
             flags += [
-                Flag(f"{phase}_{item.name}", item.name, int | None, f"{text}: {phase}", "Graphs")
+                Flag(f"{phase}_{item.name}", item.name, int | None, _of(phase, text), "Graphs")
                 for phase in PHASES
             ]
         elif hint is bool:
@@ -141,6 +141,11 @@ def graph_flags() -> list[Flag]:
             if f.name == new
         ]
     return flags
+
+
+def _of(phase: str, text: str) -> str:
+    """A mapping's help as that of one of its keys; the example is a mapping's."""
+    return text.partition(", for example")[0].replace("per phase", f"of the {phase} phase")
 
 
 def _metavar(hint: object) -> str:
@@ -223,14 +228,30 @@ class Given:
         except ConfigError as error:
             raise _as_input_error(error) from error
 
+    def check(self) -> None:
+        """Raise `InputError` for what is wrong whatever the model: no library is needed to know."""
+        try:
+            self.graphs().check_available()
+        except ConfigError as error:
+            raise _as_input_error(error) from error
+        self.model({"model": "bundled/model"})
+
 
 def _as_input_error(error: ConfigError) -> InputError:
     """A field's error in the flag's word: `max_size['decode']` is `--decode-max-size`."""
     match = re.match(r"(\w+)(?:\['(\w+)'\])?: (.*)", str(error), re.DOTALL)
-    if match is None:
-        return InputError("graphs", str(error))
+    if match is None:  # a value this version does not honour: its sentence begins with the field
+        name = re.split(r"\W", str(error), maxsplit=1)[0]
+        known = {item.name for item in fields(GraphConfig)}
+        return InputError(name if name in known else "graphs", str(error))
     name, key, problem = match.groups()
+    problem = re.sub(r"one of \[([^]]*)\]", _alternatives, problem)
     return InputError(f"{key}_{name}" if key in PHASES else name, problem)
+
+
+def _alternatives(match: re.Match[str]) -> str:
+    """`one of ['a', 'b']` in the words of every other sentence: `a or b`."""
+    return listed(word.strip(" '") for word in match[1].split(","))
 
 
 def _settings(texts: list[str]) -> dict[str, Json]:

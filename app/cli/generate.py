@@ -59,23 +59,25 @@ def run(given: Given) -> int:
     Image i of --num-images uses the seed --seed + i and can be made again alone. Every file carries
     its parameters (in the PNG, and in a JSON file beside it); --from FILE makes it again.
     """
+    given.check()
+    since = time.perf_counter()
     if "from_" in given:
-        return _again(given, Path(str(given.value("from_"))))
+        return _again(given, Path(str(given.value("from_"))), since)
     prompts = cast("list[str | None]", given.value("prompts") or [None])
     requests = [given.request(prompt) for prompt in prompts]
-    _make(given, requests)
+    _make(given, requests, since)
     return 0
 
 
 def _make(
     given: Given,
     requests: list[GenerateRequest],
+    since: float,
     *,
     model: dict[str, Json] | None = None,
     graphs: dict[str, Json] | None = None,
 ) -> list[tuple[Path, dict[str, Json]]]:
     """Every item of every request, saved; (file, record) of each."""
-    since = time.perf_counter()
     from dit_graphs.pipelines.generate import Naming, check_output, generate_items, guidance_note
 
     from .report import announce, listing_finished, warn
@@ -126,14 +128,16 @@ def _rewritten(pipe: DiffusionPipeline, request: GenerateRequest) -> GenerateReq
     return replace(request, prompt=text)
 
 
-def _again(given: Given, source: Path) -> int:
+def _again(given: Given, source: Path, since: float) -> int:
     """Make the item of a record again; 0 where the bytes are the same or the user changed it."""
-    from dit_graphs.pipelines.generate import changes, read_record
-
     if "prompts" in given:
         raise InputError("from", "expected no PROMPT beside it: the file has its own")
     if given.value("rewrite_prompt"):
         raise InputError("rewrite_prompt", "expected it left out beside --from: a prompt is kept")
+    if not source.is_file():
+        raise InputError("from", f"no such file: {str(source)!r}")
+    from dit_graphs.pipelines.generate import changes, read_record
+
     record = read_record(source)
     hashes = _hashes(source)
     own = given.names([*request_flags(), *model_flags(), *graph_flags()])
@@ -142,6 +146,7 @@ def _again(given: Given, source: Path) -> int:
     made = _make(
         given,
         [request],
+        since,
         model=_mapping(record["model"]),
         graphs=_mapping(record.get("graphs") or {}),
     )

@@ -46,6 +46,7 @@ def run(given: Given) -> int:
     Per component: signatures, segments, breaks, captured fraction, eager and replay time, bytes.
     """
     since = time.perf_counter()
+    given.check()
     import dit_graphs
     from dit_graphs.pipelines.generate import generate_items
 

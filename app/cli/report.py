@@ -39,7 +39,7 @@ def announce(item: Item, request: GenerateRequest, device: torch.device) -> None
         words = f"{size['width']}x{size['height']}" if "width" in size else path.suffix
         if "num_frames" in size:
             words += f", {size['num_frames']} frames"
-        print(f"{path}  {words}, seed {item.seed}, {item.total_seconds:.2f} s in all")
+        print(f"{path}  {words}, seed {item.seed}, {item.total_seconds:.2f} s after loading")
         _compare_size(request, size)
     print(item.graph_use.line(device), flush=True)
 

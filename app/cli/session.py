@@ -118,3 +118,4 @@ def _be_quiet() -> None:
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # deprecations inside the models' own code

@@ -58,7 +58,11 @@ def parse(option: str, hint: object, text: str) -> object:
         found, value = _parse_one(option, part, text.strip())
         if found:
             return value
-    raise InputError(option, f"expected {listed(allowed(hint))}, got {text!r}")
+    words = allowed(hint)
+    units = f" (bytes: a number, or one ending in {listed(u for u in _UNITS if u)})"
+    raise InputError(
+        option, f"expected {listed(words)}{units if BYTES in words else ''}, got {text!r}"
+    )
 
 
 def _parse_one(option: str, part: object, text: str) -> tuple[bool, object]:

@@ -38,6 +38,8 @@ _RESERVED = {
     "num_videos_per_prompt",
     "batch_size",
 }
+# An argument that only pipelines of videos have.
+_VIDEO = {"num_frames", "video_length", "video", "frames"}
 _NOT_ARGUMENTS = {"seed", "num_images", "fps", "set"}
 
 
@@ -65,6 +67,12 @@ def check_names(pipeline_class: type[DiffusionPipeline], request: GenerateReques
         if name in _asked(request):
             raise InputError("set", f"{name!r} was given twice; {name} has an option of its own")
     parameters = inspect.signature(pipeline_class.__call__).parameters
+    if request.fps is not None and not _VIDEO & set(parameters):
+        raise InputError("fps", f"{pipeline_class.__name__} makes no video")
+    for name in ("image", "mask_image"):
+        is_needed = "strength" in accepted and not _VIDEO & set(parameters)
+        if is_needed and name in accepted and not getattr(request, name):
+            raise InputError(name, f"{pipeline_class.__name__} needs one")
     prompt = parameters.get("prompt")
     if prompt is not None and request.prompt is None and not _has_other_subject(request, accepted):
         raise InputError("prompt", f"{pipeline_class.__name__} needs a prompt")

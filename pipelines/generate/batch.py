@@ -50,7 +50,7 @@ class BatchReport:
 
 def generate_batch(
     pipe: DiffusionPipeline | LoadedPipeline,
-    requests: Sequence[Line] | Mapping[int, Line],
+    requests: Sequence[Line | str | Mapping[str, Json]] | Mapping[int, Line],
     *,
     output: Path | str,
     graphs: GraphConfig | None = None,
@@ -61,8 +61,9 @@ def generate_batch(
 ) -> BatchReport:
     """Every request drawn and saved in the folder `output`, except what already lies there.
 
-    A request that fails is noted and the next one begins; a request may be the `InputError` met
-    when it was read. A mapping gives the requests numbers of their own, a sequence counts from 1;
+    A request that fails is noted and the next one begins. A request may be a prompt, a dict of a
+    request's fields, or the `InputError` met when it was read; anything else in a sequence is a
+    `TypeError`. A mapping gives the requests numbers of their own, a sequence counts from 1;
     files are named by number, prompt and seed. `report` is filled as the work
     goes on, so that an interrupted caller still knows what was finished.
     """
@@ -71,9 +72,10 @@ def generate_batch(
     check_output(folder)
     done = _keys_in(folder)
     seen: Counter[str] = Counter()
-    numbered = requests if isinstance(requests, Mapping) else dict(enumerate(requests, start=1))
+    if not isinstance(requests, Mapping):
+        requests = {number: _line(line) for number, line in enumerate(requests, start=1)}
     with keeping_partners(loaded, beyond=loaded is pipe):
-        for number, request in numbered.items():
+        for number, request in requests.items():
             try:
                 if isinstance(request, InputError):
                     raise request
@@ -110,6 +112,17 @@ def read_lines(lines: Iterable[str], defaults: GenerateRequest) -> dict[int, Lin
         for number, line in enumerate(lines, start=1)
         if line.strip()
     }
+
+
+def _line(line: Line | str | Mapping[str, Json]) -> Line:
+    if isinstance(line, (GenerateRequest, InputError)):
+        return line
+    if not isinstance(line, (str, Mapping)):
+        raise TypeError(f"expected a GenerateRequest, a prompt or a dict, got {line!r}")
+    try:
+        return GenerateRequest.from_mapping({"prompt": line} if isinstance(line, str) else line)
+    except InputError as error:
+        return error
 
 
 def _read_line(line: str, defaults: GenerateRequest) -> Line:

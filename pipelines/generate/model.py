@@ -108,10 +108,17 @@ class ModelSpec:
         _check_place("model", self.model)
         if self.base is not None:
             _check_place("base", self.base)
+        if self.revision is not None and Path(self.model).exists() and not self._is_base_remote:
+            raise InputError("revision", f"expected a hub id as model, and {self.model!r} is here")
         for adapter in self.lora:
             _check_weights("lora", adapter.path)
         if self.ip_adapter is not None:
             _check_weights("ip_adapter", self.ip_adapter.path)
+
+    @property
+    def _is_base_remote(self) -> bool:
+        """Whether a file's other components come from a hub, which has revisions."""
+        return self.single_file is not None and not (self.base and Path(self.base).exists())
 
     @property
     def single_file(self) -> Path | None:

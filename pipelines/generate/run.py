@@ -132,6 +132,7 @@ def generate_items(
     request, inputs = fitted(loaded.pipe, request, opened)
     resized = size_changes(opened, inputs)
     call_arguments(loaded.pipe, request, inputs)
+    _check_length(loaded.pipe, request)
     _check_can_save(loaded.pipe, request)
     if naming is not None:
         check_output(naming.folder)
@@ -261,9 +262,25 @@ def _sample_rate(pipe: DiffusionPipeline) -> int:
     return DEFAULT_SAMPLE_RATE
 
 
+def _check_length(pipe: DiffusionPipeline, request: GenerateRequest) -> None:
+    """A prompt is padded to this length, so one that no encoder can read would only fill memory."""
+    asked = request.set.get("max_sequence_length")
+    parts = [part for name, part in pipe.components.items() if name.startswith("text_encoder")]
+    configs = [getattr(part, "config", None) for part in parts if part is not None]
+    texts = [getattr(config, "text_config", None) or config for config in configs]
+    longest = [getattr(text, "max_position_embeddings", None) for text in texts]
+    bounds = [number for number in longest if isinstance(number, int)]
+    if not bounds or len(bounds) < len(longest) or not isinstance(asked, int):
+        return
+    if not 1 <= asked <= max(bounds):
+        raise InputError(
+            "set", f"max_sequence_length: expected a number from 1 to {max(bounds)}, got {asked}"
+        )
+
+
 def _check_can_save(pipe: DiffusionPipeline, request: GenerateRequest) -> None:
     """A missing video encoder is found before minutes are spent on frames."""
     parameters = inspect.signature(type(pipe).__call__).parameters
     is_video = "num_frames" in parameters or "video_length" in parameters
     if is_video and request.num_frames != 1 and not importlib.util.find_spec("imageio_ffmpeg"):
-        raise InputError("model", "a video needs imageio-ffmpeg: pip install 'dit-graphs[video]'")
+        raise InputError("output", "a video needs a package: pip install imageio imageio-ffmpeg")

@@ -5,6 +5,8 @@ All command lines run in one real process, because each would spend seconds on i
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from PIL import Image
 
 from dit_graphs.app.cli.flags import graph_flags, model_flags, option_name, request_flags
 
-TAKES = "ZImagePipeline does not take it; it takes cfg_normalization, "
+TAKES = "ZImagePipeline does not take it; it takes --guidance-scale, --height, --negative-prompt, "
 # option -> (its text, a part of the sentence); a flag may be wrong in several ways.
 REFUSED: list[tuple[str, str, str]] = [
     ("--height", "abc", "integer"),
@@ -35,8 +37,14 @@ REFUSED: list[tuple[str, str, str]] = [
     ("--last-image", "in.png", TAKES),
     ("--ip-adapter-image", "in.png", TAKES),
     ("--fps", "0", "expected a whole number ≥ 1, got 0"),
-    ("--set", "num_frames=17", "ZImagePipeline does not take 'num_frames'; it takes cfg_"),
-    ("--set", "generator=1", "ZImagePipeline does not take 'generator'; it takes cfg_"),
+    ("--fps", "8", "ZImagePipeline makes no video"),
+    (
+        "--set",
+        "num_frames=17",
+        "ZImagePipeline does not take 'num_frames'; it takes --guid",
+    ),
+    ("--set", "generator=1", "and by --set KEY=JSON cfg_normalization, cfg_truncation, "),
+    ("--set", "max_sequence_length=99999", "expected a number from 1 to 1024, got 99999"),
     ("--set", "sigmas", "expected KEY=JSON, got 'sigmas'"),
     ("--set", "sigmas=abc", "expected JSON after sigmas="),
     ("--model", "/nowhere", "no such folder or file, and no hub id (owner/name)"),
@@ -44,6 +52,8 @@ REFUSED: list[tuple[str, str, str]] = [
     ("--model", "in.png", "expected a .safetensors, .gguf or .ckpt file"),
     ("--pipeline", "NoSuchPipeline", "has no pipeline 'NoSuchPipeline'"),
     ("--base", "/nowhere", "no such folder or file, and no hub id (owner/name)"),
+    ("--pipeline", "ZImageImg2ImgPipeline", "ZImageImg2ImgPipeline needs one"),
+    ("--revision", "abc", "expected a hub id as model, and "),
     ("--variant", "nope", "cannot be loaded: "),
     ("--dtype", "int8", "expected auto, float32, float16 or bfloat16, got 'int8'"),
     ("--device", "tpu", "expected auto, cpu, cuda, cuda:N, mps or xpu, got 'tpu'"),
@@ -63,12 +73,15 @@ REFUSED: list[tuple[str, str, str]] = [
     ("--offload", "group", "expected none where the device is cpu, got 'group'"),
     ("--offload", "some", "expected none, model, sequential or group, got 'some'"),
     ("--backend", "fast", "expected auto, full, breakable, debug, recorded, off or KEY=VALUE"),
+    ("--backend", "foo=full", "expected denoiser, vae, text_encoder, prefill or decode, got"),
+    ("--numerics", "fused", "is not available in this version"),
+    ("--manifest", "m.json", "is not available in this version"),
     ("--numerics", "fast", "expected exact or fused, got 'fast'"),
     ("--capture", "never", "expected second_use, first_use or warmup_only, got 'never'"),
     ("--attention", "flash", "expected auto, captured or eager, got 'flash'"),
     ("--components", "clip", "expected a comma list of denoiser, vae or text_encoder"),
     ("--verify", "maybe", "expected true, false or always, got 'maybe'"),
-    ("--memory-budget", "lots", "expected BYTES, auto or KEY=VALUE"),
+    ("--memory-budget", "6GB", "(bytes: a number, or one ending in KiB, MiB or GiB), got"),
     ("--max-graphs", "0", "expected a whole number ≥ 1, got 0"),
     ("--prompt-buckets", "64,32", "lengths must rise"),
     ("--decode-max-size", "0", "expected a whole number ≥ 1, got 0"),
@@ -83,12 +96,11 @@ REFUSED: list[tuple[str, str, str]] = [
 # Flags that take any text or have no wrong value, with the reason.
 CANNOT_BE_WRONG = {
     "--negative-prompt": "any text",
-    "--revision": "known to a hub only",
     "--vae-tiling": "a switch; refused by pipelines without it, below",
     "--vae-slicing": "a switch; refused by pipelines without it, below",
     "--strict": "a switch",
-    "--manifest": "any path",
 }
+NEEDS_IMAGE = "ZImageImg2ImgPipeline"
 WRONG = [(option, text, part) for option, text, part in REFUSED if part]
 
 
@@ -118,7 +130,8 @@ def test_b75_a_wrong_option_is_one_sentence_and_exit_code_2(
     assert done.code == 2, done
     sentence = done.err.strip().splitlines()[-1]
     assert sentence.startswith("dit-graphs: ")
-    named = "--model" if option == "--variant" else option
+    named = {"--variant": "--model"}.get(option, option)
+    named = "--image" if text == NEEDS_IMAGE else named
     assert named in sentence and part in sentence, sentence
     assert "Traceback" not in done.err
 
@@ -141,3 +154,30 @@ def test_a_wrong_flag_of_the_script_itself_ends_the_process_with_2(tmp_path: Pat
     assert len(done.err.strip().splitlines()) == 1
     assert "No such option: --heigth" in done.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "a cat", "--dtype", "int8"],
+        ["generate", "a cat", "--backend", "fast"],
+        ["generate", "a cat", "--numerics", "fused"],
+        ["generate", "a cat", "--lora", "missing.safetensors"],
+        ["generate", "--from", "missing.png"],
+        ["batch", "missing.jsonl"],
+        ["inspect", "--device", "tpu"],
+        ["demo", "--max-graphs", "0"],
+    ],
+    ids=lambda words: " ".join(words[-2:]),
+)
+def test_a_word_that_is_wrong_by_itself_is_refused_before_any_library_is_loaded(
+    words: list[str], tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from dit_graphs.app.cli import main; code = main(sys.argv[1:]);"
+        "print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules]);"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (2, "[]"), done.stderr

@@ -39,7 +39,7 @@ def test_the_first_command_makes_a_picture_and_says_what_happened(
     assert lines[2].endswith("8 steps")
     path = folder / "outputs" / "a-red-heart-7.png"
     assert re.fullmatch(
-        r"outputs/a-red-heart-7\.png  128x128, seed 7, \d+\.\d\d s in all", lines[5]
+        r"outputs/a-red-heart-7\.png  128x128, seed 7, \d+\.\d\d s after loading", lines[5]
     )
     with Image.open(path) as picture:
         assert picture.size == (128, 128)

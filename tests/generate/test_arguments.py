@@ -59,7 +59,8 @@ def test_every_request_field_is_taken_or_refused(name: str) -> None:
     accepted = accepted_names(pipeline_class)
     samples = {"height": 64, "num_frames": 5, "strength": 0.5, "image": ("a.png",)}
     for field, value in samples.items():
-        request = GenerateRequest.from_mapping({"prompt": "x", field: value})
+        needed = {n: "a.png" for n in ("image", "mask_image") if {n, "strength"} <= set(accepted)}
+        request = GenerateRequest.from_mapping({"prompt": "x", **needed, field: value})
         if field in accepted:
             check_names(pipeline_class, request)
         else:
@@ -117,3 +118,18 @@ def test_a_prompt_is_missed_only_where_nothing_stands_for_it() -> None:
         check_names(diffusers.ZImagePipeline, GenerateRequest())
     check_names(diffusers.WanImageToVideoPipeline, GenerateRequest(image=("a.png",)))
     check_names(diffusers.DDPMPipeline, GenerateRequest())
+
+
+def test_frames_per_second_of_a_still_picture_are_refused() -> None:
+    request = GenerateRequest(prompt="x", fps=8)
+    with pytest.raises(InputError, match=r"^fps: ZImagePipeline makes no video"):
+        check_names(diffusers.ZImagePipeline, request)
+    check_names(diffusers.WanPipeline, request)
+
+
+def test_a_class_that_changes_a_picture_names_the_one_it_lacks() -> None:
+    with pytest.raises(InputError, match=r"^image: ZImageImg2ImgPipeline needs one"):
+        check_names(diffusers.ZImageImg2ImgPipeline, GenerateRequest(prompt="x"))
+    request = GenerateRequest(prompt="x", image=("a.png",))
+    with pytest.raises(InputError, match=r"^mask_image: ZImageInpaintPipeline needs one"):
+        check_names(diffusers.ZImageInpaintPipeline, request)

@@ -307,3 +307,30 @@ def test_an_interrupted_batch_keeps_what_was_finished(
     report = generate_batch(pipe, requests, output=tmp_path)
     assert (report.num_skipped, len(report.items)) == (2, 1)
     assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+def test_a_batch_takes_prompts_and_dicts_and_nothing_else(
+    pipe: diffusers.ZImagePipeline, tmp_path: Path
+) -> None:
+    requests = ["a", {"prompt": "b", "seed": 1}, {"prompt": "c", "frames": 3}]
+    full = [requests[0], *({**SMALL, **r} for r in requests[1:])]
+    with pytest.raises(TypeError, match="expected a GenerateRequest, a prompt or a dict, got 3"):
+        generate_batch(pipe, [*full, 3], output=tmp_path)
+    assert not list(tmp_path.iterdir())
+    report = generate_batch(pipe, full[1:], output=tmp_path)
+    assert [item.seed for item in report.items] == [1]
+    assert [str(failure.error)[:25] for failure in report.failures] == ["frames: no such key; a re"]
+
+
+def test_a_prompt_length_no_encoder_can_read_is_refused(pipe: diffusers.ZImagePipeline) -> None:
+    """99999 tokens of padding took all memory of the host before anything was said."""
+    longest = pipe.text_encoder.config.max_position_embeddings
+    for length in (0, longest + 1, 99_999):
+        with pytest.raises(InputError, match=f"^set: max_sequence_length: .* 1 to {longest}, got"):
+            generate(pipe, "a", **SIZE, set={"max_sequence_length": length})
+
+
+def test_the_names_of_the_library_are_listed() -> None:
+    from dit_graphs.pipelines import generate as library
+
+    assert {"generate", "generate_batch", "load_pipeline"} <= set(dir(library))
