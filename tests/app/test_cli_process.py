@@ -155,7 +155,7 @@ def test_a_batch_resumes_without_touching_what_is_there(more: More) -> None:
 def test_a_batch_without_lines_is_refused(more: More) -> None:
     _, results, _ = more
     assert results["no file"].code == results["empty file"].code == 2
-    assert results["no file"].err.startswith("dit-graphs: FILE.jsonl: 'missing.jsonl' cannot be")
+    assert results["no file"].err.startswith("dit-graphs: FILE.jsonl: no such file: 'missing")
     assert results["empty file"].err == "dit-graphs: FILE.jsonl: 'empty.jsonl' holds no line\n"
 
 
