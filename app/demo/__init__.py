@@ -20,7 +20,14 @@ _MODULES = {"build": "page", "launch": "page", "Studio": "studio"}
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
+        import warnings
         from importlib import import_module
 
-        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        with warnings.catch_warnings():
+            # torchvision, which transformers loads here, scripts functions, which torch deprecates:
+            # nothing that whoever starts a demo could change.
+            warnings.filterwarnings(
+                "ignore", message=r"`torch\.jit\.\w+` is deprecated", category=FutureWarning
+            )
+            return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """Owns the Graphs panel: the timeline, hits and misses, memory against the budget, signatures.
 
 Must never claim more than was measured: without a GPU it says that nothing is faster here. The
-surprising fact: it shows copies. The counters it reads were taken between two jobs, so a panel on
-one page does not change while another page's job runs.
+surprising fact: it shows copies. The counters it reads were taken between two jobs; while a run
+goes on, what its own steps did is added to them: a panel shows its own page's run and no other's.
 """
 
 from __future__ import annotations
@@ -19,38 +19,60 @@ from .studio import GraphSnapshot
 from .timeline import reason_words, timeline_html
 from .trace import Calls, RunTrace
 
-__all__ = ["CPU_SENTENCE", "panel_html"]
+__all__ = ["CPU_SENTENCE", "panel_html", "running_panel_html"]
 
 Report: TypeAlias = "Mapping[str, object]"
 CPU_SENTENCE = "Replayed by the CPU recorder: no CUDA graphs, no speed-up."
 
 
-def panel_html(snapshot: GraphSnapshot, trace: RunTrace | None, line: str = "") -> str:
-    """Everything the graphs did in the last run of this page, and hold now."""
+def running_panel_html(snapshot: GraphSnapshot, trace: RunTrace, total: int) -> str:
+    """The panel of a run that goes on: `total` steps; `snapshot` was taken before it began."""
+    steps = [span.source for span in trace.spans if span.stage == "step"]
+    kinds = {"graph": "from a graph", "eager": "eager", "mixed": "part graph, part eager"}
+    parts = [f"{steps.count(kind)} {words}" for kind, words in kinds.items() if kind in steps]
+    said = f": {', '.join(parts)}" if parts else ""
+    line = f"Running, {len(steps)} of {plural(total, 'step')} done{said}."
+    return panel_html(snapshot, trace, line, is_running=True)
+
+
+def panel_html(
+    snapshot: GraphSnapshot, trace: RunTrace | None, line: str = "", *, is_running: bool = False
+) -> str:
+    """Everything the graphs did in the last run of this page, and hold now.
+
+    `is_running`: `trace` goes on, and `snapshot` does not hold it yet.
+    """
     reports = cast("Mapping[str, Report]", snapshot.stats.get("components") or {})
     return (
-        '<section class="dg-card dg-graphs" aria-labelledby="dg-graphs-title">'
+        f'<section class="dg-card dg-graphs" aria-labelledby="dg-graphs-title"'
+        f' data-state="{"running" if is_running else "still"}">'
         f'<header class="dg-card-head"><h2 id="dg-graphs-title">Graphs</h2>'
         f'<p class="dg-verdict">{text(line or _verdict(reports))}</p></header>'
-        f"{_timeline(trace)}"
+        f"{_timeline(trace, is_running)}"
         '<div class="dg-columns">'
-        f"<div><h3>Hits and misses</h3>{_hits(reports, trace)}</div>"
+        f"<div><h3>Hits and misses</h3>{_hits(reports, trace, is_running)}</div>"
         f"<div><h3>Memory</h3>{_memory(snapshot, reports)}</div></div>"
         f"<h3>Signatures held</h3>{_signatures(reports)}"
-        "<details class='dg-details'><summary>Why calls missed, in full</summary>"
-        f'<pre class="dg-pre" tabindex="0" role="region" aria-label="Explanation">'
-        f"{text(without_places(snapshot.explanation) or 'nothing is wrapped')}</pre>"
-        "</details></section>"
+        f"{'' if is_running else _explanation(snapshot)}</section>"
     )
 
 
-def _timeline(trace: RunTrace | None) -> str:
+def _explanation(snapshot: GraphSnapshot) -> str:
+    return (
+        "<details class='dg-details'><summary>Why calls missed, in full</summary>"
+        f'<pre class="dg-pre" tabindex="0" role="region" aria-label="Explanation">'
+        f"{text(without_places(snapshot.explanation) or 'nothing is wrapped')}</pre>"
+        "</details>"
+    )
+
+
+def _timeline(trace: RunTrace | None, is_running: bool) -> str:
     if trace is None or not trace.spans:
         return (
             '<p class="dg-empty">Make a picture: every step appears here, coloured by what '
             "answered it: a graph, or plain eager, and why.</p>"
         )
-    return timeline_html(trace)
+    return timeline_html(trace, has_numbers=not is_running)
 
 
 def _verdict(reports: Mapping[str, Report]) -> str:
@@ -64,13 +86,15 @@ def _verdict(reports: Mapping[str, Report]) -> str:
     return "Nothing has run yet."
 
 
-def _hits(reports: Mapping[str, Report], trace: RunTrace | None) -> str:
+def _hits(reports: Mapping[str, Report], trace: RunTrace | None, is_running: bool) -> str:
     if not reports:
         return '<p class="dg-empty">Nothing is wrapped.</p>'
     last = trace.calls if trace is not None else {}
     rows = []
     for label, report in reports.items():
         since_start = _calls_of(report)
+        if is_running:
+            since_start += last.get(label, Calls())
         if not since_start.graph and not since_start.num_eager and label not in last:
             continue
         run = last.get(label, Calls())
@@ -84,7 +108,12 @@ def _hits(reports: Mapping[str, Report], trace: RunTrace | None) -> str:
         )
     if not rows:
         return '<p class="dg-empty">No call yet.</p>'
-    heads = ("component", "last run", "since start", "eager calls, and why")
+    heads = (
+        "component",
+        "this run" if is_running else "last run",
+        "since start",
+        "eager calls, and why",
+    )
     return table("Hits and misses", heads, rows)
 
 
@@ -98,8 +127,14 @@ def _why(run: Calls, since_start: Calls) -> str:
 
 
 def _calls_of(report: Report) -> Calls:
+    """Calls since the start, less those of plain runs that Compare made on purpose."""
     fallbacks = cast("Mapping[str, int]", report.get("fallbacks") or {})
-    eager = {Reason(name): number for name, number in fallbacks.items()}
+    is_off = report.get("backend") == "off"
+    eager = {
+        reason: number
+        for name, number in fallbacks.items()
+        if (reason := Reason(name)) is not Reason.DISABLED or is_off
+    }
     return Calls(int(str(report.get("replays") or 0)), eager)
 
 

@@ -8,6 +8,7 @@ closed page) also stops the job.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
@@ -19,17 +20,18 @@ from . import work
 from .compare import Comparison, compare
 from .compare_view import comparison_html, empty_comparison_html
 from .filling import form_of
-from .graphs_panel import panel_html
+from .graphs_panel import panel_html, running_panel_html
 from .jobs import Job, JobState, QueueFull
 from .markup import millis, plural, text
 from .problems import Problem, problem_of
 from .stage import details_html, error_html, running_html, status_html
 from .studio import Studio
-from .work import Finished, Warmed
+from .work import Finished, Live, Warmed
 
 __all__ = ["Handlers"]
 
 _POLL_SECONDS = 0.08
+_PANEL_SECONDS = 0.25
 _MAX_HISTORY = 24
 History: TypeAlias = "list[Finished]"
 
@@ -51,13 +53,15 @@ class Handlers:
         except (InputError, QueueFull) as error:
             yield error_html(problem_of(error)), *[skip] * 6
             return
+        live = _LivePanel()
         async for position in self._follow(job):
             stage = running_html(job, position)
-            yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), skip, skip
+            panel = live.update(job)
+            yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), panel, skip
         made = [result for result in job.results if isinstance(result, Finished)]
         history = [*made, *history][:_MAX_HISTORY]
         stage = self._outcome(job, made)
-        panel = self._panel(made[-1]) if made else skip
+        panel = self._panel(made[-1]) if made else self._stopped_panel(job)
         if not history:
             yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), panel, history
             return
@@ -95,6 +99,13 @@ class Handlers:
     def _panel(self, finished: Finished) -> str:
         return panel_html(finished.snapshot, finished.trace, finished.line)
 
+    def _stopped_panel(self, job: Job) -> object:
+        """The steps of a run that ended early stay to be seen, under what the graphs hold now."""
+        live = job.progress.detail
+        if not isinstance(live, Live):
+            return gr.skip()
+        return panel_html(self.studio.snapshot, live.trace, "The run ended before its last step.")
+
     def _problem(self, job: Job) -> Problem:
         assert job.error is not None
         return problem_of(job.error, self.studio.snapshot.held_bytes)
@@ -121,17 +132,18 @@ class Handlers:
         except (InputError, QueueFull) as error:
             yield error_html(problem_of(error)), skip
             return
+        live = _LivePanel()
         async for position in self._follow(job):
-            yield running_html(job, position), skip
+            yield running_html(job, position), live.update(job)
         if job.state is JobState.FAILED:
-            yield error_html(self._problem(job)), skip
+            yield error_html(self._problem(job)), self._stopped_panel(job)
             return
         for result in job.results:
             if isinstance(result, Comparison):
                 view = comparison_html(result, self.studio.device.type)
                 yield view, self._panel(result.graphs)
                 return
-        yield status_html("Stopped.") + empty_comparison_html(), skip
+        yield status_html("Stopped.") + empty_comparison_html(), self._stopped_panel(job)
 
     async def warm_up(
         self, request: gr.Request, history: History, sizes: str, *values: object
@@ -199,6 +211,23 @@ class Handlers:
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
             self.studio.queue.stop(job)  # nobody looks any more: a finished job ignores it
+
+
+class _LivePanel:
+    """The Graphs panel while a job runs: a few times a second, and only where a stage was added."""
+
+    def __init__(self) -> None:
+        self._shown: object = None
+        self._at = 0.0
+
+    def update(self, job: Job) -> object:
+        """The panel's markup, or Gradio's skip where there is nothing new to see."""
+        progress, now = job.progress, time.perf_counter()
+        live = progress.detail
+        if not isinstance(live, Live) or live is self._shown or now - self._at < _PANEL_SECONDS:
+            return gr.skip()
+        self._shown, self._at = live, now
+        return running_panel_html(live.before, live.trace, progress.total)
 
 
 def _session(request: gr.Request) -> str:

@@ -47,13 +47,17 @@ _FINAL = frozenset({JobState.DONE, JobState.FAILED, JobState.STOPPED})
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What can be shown while a job runs: `step` of `total`, a small picture, text so far."""
+    """What can be shown while a job runs: `step` of `total`, a small picture, text so far.
+
+    `detail` is whatever else the work wants its page to see; the line passes it on unread.
+    """
 
     stage: str = ""
     step: int = 0
     total: int = 0
     preview: Image.Image | None = None
     text: str = ""
+    detail: object = None
 
 
 @dataclass(eq=False, slots=True)
@@ -117,8 +121,9 @@ class Job:
 class JobQueue:
     """First come, first served, one at a time; the thread starts with the first job."""
 
-    def __init__(self, *, max_waiting: int = 16) -> None:
+    def __init__(self, *, max_waiting: int = 16, max_per_page: int = 4) -> None:
         self.max_waiting = max_waiting
+        self.max_per_page = max_per_page
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
@@ -126,13 +131,20 @@ class JobQueue:
         self._is_closed = False
 
     def submit(self, work: Callable[[Job], None], *, session: str = "") -> Job:
-        """A job at the end of the line. Raises `QueueFull` where the line is too long."""
+        """A job at the end of the line.
+
+        Raises `QueueFull` where the line is too long, or where too many in it are of one page; ""
+        is no page and has no limit of its own.
+        """
         job = Job(work, session)
         with self._changed:
             if self._is_closed:
                 raise QueueFull("the demo is shutting down")
             if len(self._waiting) >= self.max_waiting:
                 raise QueueFull(f"{self.max_waiting} people are waiting already: try again soon")
+            mine = sum(waiting.session == session for waiting in self._waiting)
+            if session and mine >= self.max_per_page:
+                raise QueueFull(f"{mine} jobs of this page are waiting already: let one finish")
             self._waiting.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="pipeline", daemon=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from diffusers import DiffusionPipeline
 
 import dit_graphs
 from dit_graphs import GraphConfig, GraphError
+from dit_graphs.cache import Entry
 from dit_graphs.memory import device_state
 from dit_graphs.pipelines import accelerate, stats
-from dit_graphs.pipelines.acceleration import acceleration_of
+from dit_graphs.pipelines.acceleration import Acceleration, acceleration_of
 from dit_graphs.pipelines.generate import BUNDLED, Adapter, InputError, LoadedPipeline
 from dit_graphs.pipelines.generate.load import call_defaults
 from dit_graphs.pipelines.generate.setup import set_up
@@ -30,6 +32,7 @@ from .loras import LoraShelf
 from .modes import Mode, ModePlan, plans_of
 from .preview import Previewer
 from .rewriting import can_rewrite
+from .telling_apart import told_apart
 
 __all__ = ["GraphSnapshot", "Studio"]
 
@@ -193,6 +196,7 @@ class Studio:
             self.snapshot = GraphSnapshot()
             return self.snapshot
         numbers = stats(self.pipe)
+        _tell_apart(numbers, acceleration)
         self.snapshot = GraphSnapshot(
             stats=numbers,
             explanation=dit_graphs.explain(self.pipe),
@@ -222,6 +226,25 @@ class Studio:
         except GraphError:  # already restored by the caller
             log.debug("the pipeline is not accelerated any more")
         shutil.rmtree(self.shown, ignore_errors=True)
+
+
+def _tell_apart(numbers: dict[str, object], acceleration: Acceleration) -> None:
+    """No two signatures of one component have the same name in `numbers` afterwards."""
+    components = numbers.get("components")
+    assert isinstance(components, dict)
+    for label, report in components.items():
+        graphs = report.get("graphs") or []
+        cache = getattr(acceleration.runners.get(label), "cache", None)
+        held = cache.held() if cache is not None else []
+
+        def differ(first: int, other: int, held: Sequence[Entry] = held) -> list[str]:
+            if max(first, other) >= len(held):
+                return []
+            return held[first].signature.diff(held[other].signature)
+
+        names = told_apart([str(graph["signature"]) for graph in graphs], differ)
+        for graph, name in zip(graphs, names, strict=True):
+            graph["signature"] = name
 
 
 def _held_bytes(numbers: dict[str, object]) -> int:

@@ -7,6 +7,7 @@ and that is exactly what the reader should see.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 
 from dit_graphs.errors import Reason
@@ -17,6 +18,7 @@ from .trace import Calls, RunTrace, Span
 __all__ = ["LEGEND", "reason_words", "timeline_html"]
 
 _STEP_LABEL, _STAGE_LABEL = 1.9, 6.0  # percent of the width that a label needs
+_STRIDES = (1, 5, 10, 20, 25, 50, 100, 200, 500)
 _WORDS = {
     "graph": "from a graph",
     "eager": "eager",
@@ -29,27 +31,40 @@ LEGEND = "".join(
 )
 
 
-def timeline_html(trace: RunTrace) -> str:
+def timeline_html(trace: RunTrace, *, has_numbers: bool = True) -> str:
     """The bars, the GPU's lane or why there is none, and the numbers in a table."""
     total = trace.total_ms or 1.0
-    bars = "".join(_bar(span, total) for span in trace.spans)
+    stride = _stride(trace, total)
+    bars = "".join(_bar(span, total, stride) for span in trace.spans)
+    numbers = (
+        f"<details class='dg-details'><summary>Every stage in numbers</summary>{_numbers(trace)}"
+        "</details>"
+    )
     return (
         f'<div class="dg-lanes"><span class="dg-lane-name">calls</span>'
         f'<div class="dg-lane" role="img" aria-label="{text(_summary(trace))}">{bars}</div>'
         f'<span class="dg-lane-name">GPU</span>{_gpu_lane(trace, total)}'
         f'<span></span><div class="dg-axis" aria-hidden="true">{"".join(_ticks(total))}</div></div>'
-        f'<div class="dg-legend">{LEGEND}</div>'
-        f"<details class='dg-details'><summary>Every stage in numbers</summary>{_numbers(trace)}"
-        "</details>"
+        f'<div class="dg-legend">{LEGEND}</div>{numbers if has_numbers else ""}'
     )
 
 
-def _bar(span: Span, total: float) -> str:
+def _stride(trace: RunTrace, total: float) -> int:
+    """Every how many steps a number fits: labels are even, whatever single steps took."""
+    steps = [span.end_ms - span.start_ms for span in trace.spans if span.stage == "step"]
+    if not steps:
+        return 1
+    usual = 100 * statistics.median(steps) / total
+    return next((stride for stride in _STRIDES if stride * usual > _STEP_LABEL), _STRIDES[-1])
+
+
+def _bar(span: Span, total: float, stride: int) -> str:
     left, width = 100 * span.start_ms / total, 100 * (span.end_ms - span.start_ms) / total
-    name = str(span.index) if span.stage == "step" else span.stage
-    is_wide = width > (_STEP_LABEL if span.stage == "step" else _STAGE_LABEL)
-    kind = "" if span.stage == "step" else ' class="dg-stage-name"'
-    label = f"<b{kind}>{text(name)}</b>" if is_wide else ""
+    if span.stage == "step":
+        label = f"<b>{span.index}</b>" if span.index % stride == 0 else ""
+    else:
+        is_wide = width > _STAGE_LABEL
+        label = f'<b class="dg-stage-name">{text(span.stage)}</b>' if is_wide else ""
     mark = '<i class="dg-capture-mark"></i>' if span.total.captures else ""
     return (
         f'<span class="dg-bar dg-{span.source}" title="{text(_sentence(span))}" '

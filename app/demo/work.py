@@ -40,17 +40,22 @@ from .trace import RunTrace, TraceRecorder
 
 __all__ = [
     "Finished",
+    "Live",
     "Prepared",
     "Warmed",
     "generate",
     "prepare",
     "recovering",
     "run_once",
+    "warm_for",
     "warm_up",
     "write",
 ]
 
 _PREVIEW_SECONDS = 0.2
+_MAX_PASSES = 3  # a call is eager until it was seen, captured and proven; some stay eager for good
+# Where signatures depend on the length of the text, a warm-up without one takes a usual length.
+TYPICAL_PROMPT = "a red fox that sits in tall grass at sunrise, soft light, a detailed photograph"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,14 @@ class Finished:
     snapshot: GraphSnapshot
     line: str
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A run that goes on: its spans until now, and the graphs as they were before it began."""
+
+    trace: RunTrace
+    before: GraphSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +128,7 @@ def run_once(
     """Item `index` of the request, watched step by step; saved unless `is_saved` is False."""
     loaded, pipe = ready.loaded, ready.loaded.pipe
     request = ready.request.single(index)
-    job.show(stage=f"{title}: reading the prompt", step=0, total=0, preview=None)
+    job.show(stage=f"{title}: reading the prompt", step=0, total=0, preview=None, detail=None)
     recorder = TraceRecorder(pipe, loaded.device)
     with busy_meter(loaded.device, is_on=measure_busy) as meter:
         watcher = _Watcher(studio, job, recorder, meter, request, title)
@@ -165,17 +178,23 @@ class _Watcher:
         self._steps = 0
         self._total = 0
         self._shown = 0.0
+        self._before = studio.snapshot
 
     def loop_opened(self, total: int) -> None:
         self._cut("decode" if self._total else "encode")
         self._total += total
-        self._job.show(stage=f"{self._title}: denoising", step=self._steps, total=self._total)
+        self._job.show(
+            stage=f"{self._title}: denoising",
+            step=self._steps,
+            total=self._total,
+            detail=self._live(),
+        )
 
     def step_done(self, latents: Tensor | None) -> None:
         self._steps += 1
         self._cut("step", self._steps)
         self.latents = latents if latents is not None else self.latents
-        changes: dict[str, object] = {"step": self._steps}
+        changes: dict[str, object] = {"step": self._steps, "detail": self._live()}
         now = time.perf_counter()
         if latents is not None and now - self._shown >= _PREVIEW_SECONDS:
             self._shown = now
@@ -197,24 +216,45 @@ class _Watcher:
         self._meter.mark()
         self._recorder.cut(stage, index)
 
+    def _live(self) -> Live:
+        return Live(self._recorder.trace(self._title), self._before)
+
 
 def warm_up(studio: Studio, form: Form, sizes: str, job: Job) -> None:
     """Graphs exist for every size of the form's request; adds one `Warmed` to the job."""
     with recovering(studio):
         wanted = sizes_of(sizes, studio.limits)
+        if not form.prompt.strip() and "prompt" in studio.plan(form.mode).takes:
+            form = replace(form, prompt=TYPICAL_PROMPT)
         ready = prepare(studio, form)
-        calls = []
-        for width, height in wanted:
-            request = replace(ready.request, width=width, height=height, num_images=1)
-            request, inputs = fitted(ready.loaded.pipe, request, open_images(request))
-            arguments = call_arguments(ready.loaded.pipe, request, inputs)
-            calls.append({**arguments, "num_inference_steps": 2, "output_type": "pil"})
+        calls = [
+            _warm_call(ready, replace(ready.request, width=width, height=height, num_images=1))
+            for width, height in wanted
+        ]
         words = ", ".join(f"{width}×{height}" for width, height in wanted)
         job.show(stage=f"warming up {words}, largest first")
         started = time.perf_counter()
         with watch_steps(ready.loaded.pipe, _Stoppable(job)):
             made = warmup(ready.loaded.pipe, calls)
         job.add(Warmed(tuple(made), time.perf_counter() - started, studio.refresh()))
+
+
+def warm_for(ready: Prepared, job: Job) -> None:
+    """What the request calls is captured, decoding included; Stop ends it at the next step."""
+    job.show(stage="capturing what is left", step=0, total=0, preview=None, detail=None)
+    pipe = ready.loaded.pipe
+    with watch_steps(pipe, _Stoppable(job)):
+        for _ in range(_MAX_PASSES):
+            recorder = TraceRecorder(pipe, ready.loaded.device)
+            warmup(pipe, [_warm_call(ready, ready.request.single(0))])
+            if not recorder.cut("warm").total.num_eager:
+                return
+
+
+def _warm_call(ready: Prepared, request: GenerateRequest) -> dict[str, object]:
+    request, inputs = fitted(ready.loaded.pipe, request, open_images(request))
+    arguments = call_arguments(ready.loaded.pipe, request, inputs)
+    return {**arguments, "num_inference_steps": 2, "output_type": "pil"}
 
 
 class _Stoppable:

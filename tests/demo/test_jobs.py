@@ -125,6 +125,24 @@ def test_a_full_line_refuses_and_forgets(queue: JobQueue) -> None:
     assert len(queue) == 4
 
 
+def test_one_page_cannot_fill_the_line() -> None:
+    """It may have two jobs waiting beside the one that runs; others still find a place."""
+    queue, held = JobQueue(max_waiting=4, max_per_page=2), Held()
+    queue.submit(held, session="greedy")
+    assert held.begun.wait(10)
+    second = queue.submit(lambda job: None, session="greedy")
+    queue.submit(lambda job: None, session="greedy")
+    with pytest.raises(QueueFull, match="2 jobs of this page are waiting already"):
+        queue.submit(lambda job: None, session="greedy")
+    other = queue.submit(lambda job: None, session="other")
+    queue.stop(second)
+    again = queue.submit(lambda job: None, session="greedy")
+    held.go.set()
+    assert other.wait(10)
+    assert again.wait(10)
+    queue.close()
+
+
 def test_closing_stops_everything_and_refuses_new_work() -> None:
     queue, held = JobQueue(), Held()
     running = queue.submit(held)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from dit_graphs.app.demo.graphs_panel import CPU_SENTENCE, panel_html
+from dit_graphs.app.demo.graphs_panel import CPU_SENTENCE, panel_html, running_panel_html
 from dit_graphs.app.demo.studio import GraphSnapshot
+from dit_graphs.app.demo.telling_apart import told_apart
 from dit_graphs.app.demo.timeline import timeline_html
 from dit_graphs.app.demo.trace import Calls, RunTrace, Span
 from dit_graphs.errors import Reason
@@ -107,6 +108,47 @@ def test_memory_against_the_budget_and_signatures() -> None:
     assert "width:25.0%" in page
     for words in ("88%", "30 ms → 10 ms", "3/5 leaves", "full, 1 segment"):
         assert words in page
+
+
+def test_a_running_panel_counts_the_steps_done_and_adds_them_to_those_before() -> None:
+    """The snapshot has 3 replays of 5 calls; the run so far adds 1 and 2 of them eager."""
+    page = running_panel_html(_snapshot(), RunTrace(SPANS[:3], "cpu"), 8)
+    assert "Running, 2 of 8 steps done: 1 eager, 1 part graph, part eager." in page
+    assert page.count('class="dg-bar ') == 3
+    assert re.findall(r"</span>(\d+/\d+)</span>", page) == ["1/3", "4/8"]
+    assert "this run" in page
+    assert "last run" in panel_html(_snapshot(), TRACE)
+    assert "<details" not in page  # it would close under the reader's hand at every step
+
+
+def test_plain_runs_made_on_purpose_are_no_misses() -> None:
+    fallbacks = {"warming_up": 1, "disabled": 8}
+    page = panel_html(_snapshot(fallbacks=fallbacks), None)
+    assert "3/4</span>" in page
+    assert "graphs are off here" not in page
+    off = panel_html(_snapshot(fallbacks=fallbacks, backend="off"), None)
+    assert "3/12</span>" in off
+    assert "graphs are off here" in off
+
+
+def test_equal_names_are_numbered_and_say_what_differs() -> None:
+    names = ["a 8×8", "b", "a 8×8", "a 8×8"]
+    found = told_apart(names, lambda first, other: [f"{first} → {other}"] if other == 2 else [])
+    assert found == ["a 8×8 (1 of 3)", "b", "a 8×8 (2 of 3: 0 → 2)", "a 8×8 (3 of 3)"]
+
+
+def test_numbers_on_a_long_timeline_are_even_however_long_single_steps_took() -> None:
+    """60 steps of 10 ms, every third of 25 ms: 15 ms on average, 1.1 % for the usual one."""
+    spans, now = [], 0.0
+    for index in range(1, 61):
+        end = now + (25.0 if index % 3 == 0 else 10.0)
+        spans.append(Span("step", index, now, end, {"denoiser": Calls(1)}))
+        now = end
+    page = timeline_html(RunTrace(tuple(spans), "cpu"))
+    labels = [int(number) for number in re.findall(r"<b>(\d+)</b>", page)]
+    assert labels == list(range(5, 61, 5))
+    few = timeline_html(TRACE)
+    assert re.findall(r"<b>(\d+)</b>", few) == ["1", "2", "3"]
 
 
 def test_text_is_escaped() -> None:

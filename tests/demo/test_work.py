@@ -17,6 +17,7 @@ from dit_graphs import GraphConfig
 from dit_graphs.app.demo import work
 from dit_graphs.app.demo.compare import Comparison, compare
 from dit_graphs.app.demo.compare_view import comparison_html
+from dit_graphs.app.demo.graphs_panel import panel_html
 from dit_graphs.app.demo.jobs import Job, JobState
 from dit_graphs.app.demo.modes import Mode
 from dit_graphs.app.demo.problems import problem_of
@@ -255,10 +256,59 @@ def test_compare_finds_no_difference_where_there_is_none() -> None:
         assert comparison.eager.item.graph_use.replays == 0
         steps = [span.source for span in comparison.graphs.trace.spans if span.stage == "step"]
         assert steps == ["graph"] * 4
+        # what is timed is what every later picture gets: nothing left to learn, decoding included
+        (decode,) = (s for s in comparison.graphs.trace.spans if s.stage == "decode")
+        assert decode.source == "graph"
+        assert [c.num_eager for c in comparison.graphs.trace.calls.values() if c.num_eager] == []
+        panel = panel_html(comparison.graphs.snapshot, comparison.graphs.trace)
+        assert "graphs are off here" not in panel.partition("<details")[0]
         page = comparison_html(comparison, "cpu")
         assert 'data-state="equal"' in page
         assert "Same pixels." in page
         assert "as fast as" not in page  # a CPU time is no speed-up
+
+
+def test_a_run_shows_its_steps_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with studio_of() as studio:
+        seen: list[tuple[int, int]] = []
+
+        show = Job.show
+
+        def noting(job: Job, **changes: object) -> None:
+            live = changes.get("detail")
+            if isinstance(live, work.Live):
+                steps = [span for span in live.trace.spans if span.stage == "step"]
+                before = live.before.stats["components"]["denoiser"]  # type: ignore[index]
+                seen.append((len(steps), before["replays"] + before["eager_calls"]))
+            show(job, **changes)
+
+        monkeypatch.setattr(Job, "show", noting)
+        run_job(studio, lambda job: work.generate(studio, a_form(count=2), job))
+    assert [steps for steps, _ in seen] == [*range(5), *range(5)]
+    assert len({calls for _, calls in seen[:5]}) == 1
+    assert seen[5][1] > seen[4][1]  # the second picture counts on from the first
+
+
+def test_a_warm_up_without_a_prompt_takes_a_usual_one() -> None:
+    with studio_of() as studio:
+        job = run_job(studio, lambda job: work.warm_up(studio, a_form(prompt=" "), "64x64", job))
+        (warmed,) = job.results
+        assert isinstance(warmed, work.Warmed)
+        assert warmed.signatures
+        with pytest.raises(InputError, match="say what the picture should show"):
+            _generate(studio, prompt=" ")
+
+
+def test_no_two_signatures_have_one_name() -> None:
+    with studio_of() as studio:
+        for guidance in (2.0, 0.0):
+            for size in (64, 96):
+                _generate(studio, guidance=guidance, width=size)
+        reports = studio.snapshot.stats["components"]
+        assert isinstance(reports, dict)
+        for report in reports.values():
+            names = [graph["signature"] for graph in report["graphs"]]
+            assert len(names) == len(set(names))
 
 
 def test_compare_shows_a_wrong_graph_in_red(monkeypatch: pytest.MonkeyPatch) -> None:
