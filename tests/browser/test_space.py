@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,3 +72,6 @@ def test_its_requirements_name_the_extras_the_page_needs() -> None:
     assert readme.startswith("---\n")
     assert "sdk: gradio" in readme
     assert "app_file: app.py" in readme
+    stated = readme.partition("sdk_version: ")[2].split()[0]
+    # the version these tests ran with, up to its patch number
+    assert stated.split(".")[:2] == version("gradio").split(".")[:2]
