@@ -181,6 +181,8 @@ class Observer(Watch):
     def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
         if traits.is_random:
             self._note_random(args, kwargs)
+        if traits.is_collective:  # a compare would issue it twice, on this process alone
+            self._refusal = Reason.COLLECTIVE, f"{traits.name} at {caller_location()}"
         for tensor in traits.written(args, kwargs):
             self._note_write(tensor)
 
@@ -310,6 +312,8 @@ class Guard(Watch):
         return value
 
     def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
+        if traits.is_collective:
+            raise CaptureAborted(Reason.COLLECTIVE, f"{traits.name} at {caller_location()}")
         if self._is_observed:
             return
         # taken for a size like the others: what the compare could not undo must not be in it

@@ -38,6 +38,7 @@ class OpTraits:
     reads_host: bool
     is_random: bool
     is_allocation: bool
+    is_collective: bool  # other processes must issue it too, as often and in the same order
 
     @property
     def launches(self) -> bool:
@@ -54,6 +55,7 @@ class OpTraits:
 
 
 _HOST_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
 _NEVER_HOST_READ = ("aten::nonzero_static",)
 _WITH_MASKS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")  # without a tag
 _ALLOCATIONS = frozenset(
@@ -95,6 +97,7 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
         reads_host=reads and schema.name not in _NEVER_HOST_READ,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         is_allocation=schema.name in _ALLOCATIONS,
+        is_collective=schema.name.partition("::")[0] in _COLLECTIVES,
     )
 
 
