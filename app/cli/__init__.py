@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageProblem as error:
         return _refuse(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
-        print("dit-graphs: interrupted; no file was finished", file=sys.stderr)
         return INTERRUPTED
     except GraphError as error:
         return _fail(str(error))

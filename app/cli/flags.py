@@ -30,6 +30,7 @@ from dit_graphs.pipelines.generate import (
     listed,
 )
 
+from .codes import INTERRUPTED
 from .words import BYTES, MAPPING, allowed, alternatives, parse
 
 __all__ = ["Flag", "Given", "command", "graph_flags", "model_flags", "option_name", "request_flags"]
@@ -279,7 +280,11 @@ def command(
     """Add `run` to `app` as command `name`; its docstring is the help, its result the exit code."""
 
     def called(**values: Any) -> int:
-        return run(Given(values))
+        try:
+            return run(Given(values))
+        except KeyboardInterrupt:  # the library under typer would end without a word
+            print("interrupted; no file was finished", file=sys.stderr)
+            return INTERRUPTED
 
     parameters = [*arguments, *(flag.parameter() for flag in flags)]
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -256,3 +256,28 @@ def test_ctrl_c_leaves_finished_files_and_names_them(tmp_path: Path) -> None:
         with Image.open(tmp_path / name) as picture:
             picture.load()
     assert not [p for p in (tmp_path / "outputs").iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for child processes")
+def test_ctrl_c_before_the_first_picture_says_so(tmp_path: Path) -> None:
+    code = (
+        "import sys; from dit_graphs.app.cli import generate, main; print('ready', flush=True);"
+        "sys.exit(main(['generate', 'a cat']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.5)  # the libraries take longer than that
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == "interrupted; no file was finished\n"
+    assert not list(tmp_path.iterdir())
