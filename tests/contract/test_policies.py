@@ -166,8 +166,8 @@ def test_eager_that_disagrees_with_itself_is_told_apart(graphing: Where, every: 
             return x * float(Restless.calls // every)
 
     Restless.calls = 0
-    module = dit_graphs.wrap(Restless(), backend=graphing.backend)
-    for index in range(5):
+    module = dit_graphs.wrap(Restless(), backend=graphing.backend, verify="always")
+    for index in range(12):
         module(graphing.randn(4, seed=index))
     fallbacks = dit_graphs.stats(module)["components"]["denoiser"]["fallbacks"]
     assert fallbacks.get("eager_nondeterministic", 0) >= 1
