@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import dit_graphs
 from benchmarks import protocol, results
+from benchmarks.tables import table
 from benchmarks.weights import randomise
 from dit_graphs.config import GraphConfig
 from dit_graphs.pipelines.text_encoder.causal_lm import CausalLM
@@ -312,23 +313,6 @@ def _record(model: nn.Module) -> Row:
     }
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as aligned text, a dash where nothing was measured."""
-    lines = [[title for _, title, _ in COLUMNS]]
-    for row in rows:
-        cells = []
-        for key, _, form in COLUMNS:
-            value = row.get(key)
-            text = "; ".join(cast("list[str]", value)) if key == "problems" else value
-            cells.append("-" if text in (None, "") else form.format(text))
-        lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line. Exits 2 on a wrong one."""
     parser = argparse.ArgumentParser(
@@ -360,7 +344,7 @@ def main(arguments: list[str]) -> int:
             for batch in given.batch
             for context in given.context
         ]
-    print(table(rows), flush=True)
+    print(table(rows, COLUMNS), flush=True)
     if given.output:
         run = results.run_record(SCRIPT, rows, provenance=origin, clocks=clock.summary())
         results.write(Path(given.output), run)

@@ -188,15 +188,11 @@ class GraphCache:
         """The entry of a signature seen before, its use counted; None for a new one."""
         entry = self.entries.get(signature)
         if entry is not None:
-            self.touch(entry, request)
+            self._touch(entry, request)
+            self._scalars.pop(entry.masked, None)  # a value that came back is not a varying one
         return entry
 
-    def touch(self, entry: Entry, request: int | None) -> None:
-        """Counts one use of a signature seen before."""
-        self._scalars.pop(entry.masked, None)  # a value that came back is not a varying one
-        self._count(entry, request)
-
-    def _count(self, entry: Entry, request: int | None) -> None:
+    def _touch(self, entry: Entry, request: int | None) -> None:
         entry.uses += 1
         if request is not None and request == entry.last_request:
             return
@@ -239,7 +235,7 @@ class GraphCache:
         plan = self.plans.setdefault(structure, StructurePlan(policy))
         entry = Entry(signature, plan, masked=hash(signature.without_numbers()))
         self.entries[signature] = entry
-        self._count(entry, request)
+        self._touch(entry, request)
         if len(self.entries) > _MAX_ENTRIES:
             oldest = min(
                 (e for e in self.entries.values() if not e.is_held), key=lambda e: e.last_use

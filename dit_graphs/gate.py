@@ -8,13 +8,13 @@ wait, and then those who arrive wait with it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 from .errors import CaptureAborted, Reason
 
-__all__ = ["CaptureGate"]
+__all__ = ["CaptureGate", "Held"]
 
 
 class CaptureGate:
@@ -34,7 +34,7 @@ class CaptureGate:
         self._owner: int | None = None
         self._waiting: int | None = None
         self._put_off = 0
-        self._shared = _Shared(self)
+        self._shared = Held(self.enter, self.leave)
 
     def shared(self) -> AbstractContextManager[None]:
         """Held for one wrapped call; waits while another thread captures or is about to."""
@@ -110,16 +110,17 @@ class CaptureGate:
                     self._lock.notify_all()
 
 
-class _Shared(AbstractContextManager[None]):
-    """The gate held shared. Not a generator: every step of every pipeline passes here."""
+class Held(AbstractContextManager[None]):
+    """`begin` on entry, `end` on exit; reusable. Not a generator: every step passes through two."""
 
-    __slots__ = ("_gate",)
+    __slots__ = ("_begin", "_end")
 
-    def __init__(self, gate: CaptureGate) -> None:
-        self._gate = gate
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin = begin
+        self._end = end
 
     def __enter__(self) -> None:
-        self._gate.enter()
+        self._begin()
 
     def __exit__(
         self,
@@ -127,4 +128,4 @@ class _Shared(AbstractContextManager[None]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._gate.leave()
+        self._end()

@@ -13,14 +13,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import CaptureAborted, Reason
-from .gate import CaptureGate
+from .gate import CaptureGate, Held
 
 __all__ = ["CaptureGate", "CudaState", "DeviceState", "HostState", "Stopwatch", "device_state"]
 
@@ -68,7 +67,7 @@ class DeviceState:
         self.holders: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
         self._replaying = 0
         self._retire_later = False
-        self._turn = _Turn(self)
+        self._turn = Held(self.begin_replay, self.end_replay)
 
     def replaying(self) -> AbstractContextManager[None]:
         """Held from bind to hand-out. Raises `CaptureAborted` inside another replay's break."""
@@ -176,26 +175,6 @@ class DeviceState:
 
     def _new_pool(self) -> None:
         pass
-
-
-class _Turn(AbstractContextManager[None]):
-    """One replay's turn on the device; not a generator: every step of a pipeline passes here."""
-
-    __slots__ = ("_state",)
-
-    def __init__(self, state: DeviceState) -> None:
-        self._state = state
-
-    def __enter__(self) -> None:
-        self._state.begin_replay()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._state.end_replay()
 
 
 class HostState(DeviceState):

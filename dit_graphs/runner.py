@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from .config import GraphConfig
 from .counters import RunnerStats, log
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason, forget_refusals
 from .holding import GraphHolding
-from .known_calls import KnownCalls
 from .module_watch import ModuleWatch
 from .request_scope import current_request
 from .signature import CallForm, sign
@@ -60,7 +59,6 @@ class GraphRunner(GraphHolding):
         self.cache = GraphCache(config.max_graphs, self._evict)
         self._form_source = signature_source(module, eager)
         self._form = CallForm(self._form_source, options.ignore)
-        self._known = KnownCalls()
         self._watch = ModuleWatch(module)
         self._learning = threading.Lock()
         self._open_family()
@@ -107,32 +105,10 @@ class GraphRunner(GraphHolding):
         positional, named = self._form.normalise(args, kwargs)
         named = self._prepared(named)
         tensors: list[Tensor] = []
-        keyed = self._form.keyed(named)
-        ambient, extra = ambient_state(self.device), self._extra()
-        known = self._known.find(keyed, ambient, extra) if not positional else None
-        if known is not None:
-            entry, tensors = known
-            self.cache.touch(entry, number)
-        else:
-            arguments = (positional, keyed) if positional else keyed
-            entry = self._sign(arguments, ambient, extra, tensors, number)
-            if entry.state is State.READY and not positional:
-                self._known.learn(entry, keyed)
-        if request is not None:
-            request.count(entry.signature)
-        return Call(args, kwargs, positional, named, tensors, request), entry
-
-    def _sign(
-        self,
-        arguments: object,
-        ambient: Hashable,
-        extra: Hashable,
-        tensors: list[Tensor],
-        number: int | None,
-    ) -> Entry:
-        """The entry of the call's signature; its tensors are appended to `tensors`."""
         try:
-            signature = sign(arguments, ambient, extra, tensors)
+            keyed = self._form.keyed(named)
+            arguments = (positional, keyed) if positional else keyed
+            signature = sign(arguments, ambient_state(self.device), self._extra(), tensors)
         except UnknownLeaf as leaf:
             if leaf.kind == "size":
                 raise CaptureAborted(Reason.SIGNATURE_TOO_LARGE) from None
@@ -143,7 +119,9 @@ class GraphRunner(GraphHolding):
             if self.cache.varies(signature):
                 raise CaptureAborted(Reason.VARYING_SCALAR, signature.describe())
             entry = self.cache.add(signature, self.options.policy, number, self._own_key())
-        return entry
+        if request is not None:
+            request.count(signature)
+        return Call(args, kwargs, positional, named, tensors, request), entry
 
     def _serve(self, entry: Entry, call: Call) -> object:
         if entry.state is State.READY:

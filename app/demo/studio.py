@@ -20,10 +20,10 @@ import dit_graphs
 from dit_graphs import GraphConfig, GraphError
 from dit_graphs.cache import Entry, GraphCache
 from dit_graphs.memory import device_state
-from dit_graphs.pipelines import accelerate, stats
+from dit_graphs.pipelines import stats
 from dit_graphs.pipelines.acceleration import Acceleration, acceleration_of
 from dit_graphs.pipelines.generate import BUNDLED, Adapter, InputError, LoadedPipeline
-from dit_graphs.pipelines.generate.load import call_defaults
+from dit_graphs.pipelines.generate.serving import partner_of
 from dit_graphs.pipelines.generate.setup import set_up
 
 from .form import Limits
@@ -125,19 +125,9 @@ class Studio:
         """The pipeline that serves `plan`, sharing the loaded components; made on first use."""
         found = self._loaded.get(plan.pipeline_class)
         if found is None:
-            pipe = plan.pipeline_class(**self._components(plan.pipeline_class))
-            pipe.set_progress_bar_config(disable=True)
-            spec = replace(self._main.spec, pipeline=plan.pipeline_class.__name__)
-            acceleration = acceleration_of(self.pipe)
-            accelerate(pipe, acceleration.config if acceleration is not None else self.graphs)
-            defaults = call_defaults(spec, plan.pipeline_class)
-            found = LoadedPipeline(pipe, spec, self.device, defaults)
+            found = partner_of(self._main, plan.pipeline_class)
             self._loaded[plan.pipeline_class] = found
         return replace(found, spec=replace(found.spec, lora=self._adapters))
-
-    def _components(self, pipeline_class: type[DiffusionPipeline]) -> dict[str, object]:
-        expected, _ = pipeline_class._get_signature_keys(pipeline_class)
-        return {name: part for name, part in self.pipe.components.items() if name in expected}
 
     def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
         """Exactly these LoRA weights act from now on. Raises `InputError`, and none act then.

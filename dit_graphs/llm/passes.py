@@ -24,6 +24,7 @@ from ..errors import CaptureAborted, Reason
 from ..forward import Forward
 from ..memory import DeviceState
 from ..signature import sign
+from ..verify import MORE_RUNS
 from ..watch import BreakPolicy
 
 __all__ = ["Pass", "PassRunner"]
@@ -36,7 +37,6 @@ _RETRIED = (
     Reason.MEMORY_BUDGET,
 )
 _USES_BEFORE_RETRY = 64
-_MORE_RUNS = 6  # eager runs before a graph is blamed: an unsteady kernel may repeat itself a while
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ class PassRunner:
             self._rewind(used, before, random)
             self._run(held)
             return refused
-        steady = all(self._repeats(held, before, random, eager) for _ in range(_MORE_RUNS))
+        steady = all(self._repeats(held, before, random, eager) for _ in range(MORE_RUNS))
         reason = Reason.VERIFY_MISMATCH if steady else Reason.EAGER_NONDETERMINISTIC
         self.state.settle()
         entry.release()

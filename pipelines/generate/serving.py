@@ -19,7 +19,7 @@ from .load import LoadedPipeline, call_defaults
 from .partners import serving_class
 from .request import GenerateRequest
 
-__all__ = ["keeping_partners", "serving"]
+__all__ = ["keeping_partners", "partner_of", "serving"]
 
 
 def serving(loaded: LoadedPipeline, request: GenerateRequest) -> LoadedPipeline:
@@ -33,7 +33,7 @@ def serving(loaded: LoadedPipeline, request: GenerateRequest) -> LoadedPipeline:
     if wanted is type(loaded.pipe):
         return loaded
     if wanted not in loaded.partners:
-        loaded.partners[wanted] = _partner(loaded, wanted)
+        loaded.partners[wanted] = partner_of(loaded, wanted)
     return loaded.partners[wanted]
 
 
@@ -47,7 +47,11 @@ def keeping_partners(loaded: LoadedPipeline, *, beyond: bool) -> Iterator[None]:
             restore(loaded.partners.popitem()[1].pipe)
 
 
-def _partner(loaded: LoadedPipeline, pipeline_class: type[DiffusionPipeline]) -> LoadedPipeline:
+def partner_of(loaded: LoadedPipeline, pipeline_class: type[DiffusionPipeline]) -> LoadedPipeline:
+    """Another class on the loaded components, accelerated as `loaded` is.
+
+    Raises `InputError` where the class needs a component that is not there.
+    """
     main = loaded.pipe
     components, settings = pipeline_class._get_signature_keys(pipeline_class)
     given = {name: part for name, part in main.components.items() if name in components}

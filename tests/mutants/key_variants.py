@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from variant import CONTRACT, FOOTGUNS, PROPERTIES, variant
+from variant import CONTRACT, FOOTGUNS, variant
 
-from dit_graphs import holding, known_calls, runner, signature
-from dit_graphs.known_calls import KnownCalls
+from dit_graphs import holding, runner, signature
 from dit_graphs.module_watch import ModuleWatch
 
 
@@ -118,74 +117,3 @@ def _user_is_noise(patch: pytest.MonkeyPatch) -> None:
         return change
 
     patch.setattr(ModuleWatch, "refresh", counting)
-
-
-def _forms_without(patch: pytest.MonkeyPatch, *parts: int) -> None:
-    """The forms of known calls as if they said nothing about these parts of a tensor."""
-    exact = known_calls._form_of
-
-    class _Any:
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = None  # type: ignore[assignment]
-
-    def form_of(value: object) -> tuple[object, ...] | None:
-        form = exact(value)
-        if form is not None and form[0] is Tensor:
-            return tuple(_Any() if index in parts else part for index, part in enumerate(form))
-        return form
-
-    patch.setattr(known_calls, "_form_of", form_of)
-
-
-@variant("known call without shape", f"{PROPERTIES}/test_signatures.py")
-def _form_no_shape(patch: pytest.MonkeyPatch) -> None:
-    _forms_without(patch, 1, 2)
-
-
-@variant(
-    "known call without stride",
-    f"{PROPERTIES}/test_signatures.py",
-    f"{CONTRACT}/test_inputs.py::test_strides_make_another_graph",
-)
-def _form_no_stride(patch: pytest.MonkeyPatch) -> None:
-    _forms_without(patch, 2)
-
-
-@variant(
-    "known call without Python leaves",
-    f"{CONTRACT}/test_arguments.py::test_python_values_that_differ_get_graphs_of_their_own",
-)
-def _form_no_leaves(patch: pytest.MonkeyPatch) -> None:
-    exact = known_calls._admits
-
-    def admits(form: tuple[object, ...], value: object, tensors: list[Tensor]) -> bool:
-        is_plain = form[0] in (bool, int, float, str) and type(value) is form[0]
-        return is_plain or exact(form, value, tensors)
-
-    patch.setattr(known_calls, "_admits", admits)
-
-
-@variant("known call without shared memory", f"{PROPERTIES}/test_signatures.py")
-def _form_no_sharing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(known_calls, "_are_apart", lambda tensors: True)
-
-
-@variant(
-    "known call under any settings",
-    f"{CONTRACT}/test_inputs.py::test_autocast_is_part_of_the_key_and_its_cache_is_not_baked",
-    f"{CONTRACT}/test_python_state.py::test_a_scale_turned_in_every_request_never_leaves_the_key",
-)
-def _form_no_settings(patch: pytest.MonkeyPatch) -> None:
-    exact = KnownCalls.find
-
-    def find(self: KnownCalls, named: object, ambient: object, extra: object) -> object:
-        for known in self._known:
-            signature = known.signature
-            found = exact(self, named, signature.ambient, signature.extra)  # type: ignore[arg-type]
-            if found is not None:
-                return found
-        return None
-
-    patch.setattr(KnownCalls, "find", find)

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
-__all__ = ["CONTRACT", "FOOTGUNS", "PIPELINES", "PROPERTIES", "VARIANTS", "Variant", "variant"]
+__all__ = ["CONTRACT", "FOOTGUNS", "PIPELINES", "VARIANTS", "Variant", "variant"]
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 CONTRACT, FOOTGUNS, PIPELINES = "tests/contract", "tests/footguns", "tests/pipelines"
-PROPERTIES = "tests/properties"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import cast
 
-import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dit_graphs import register_leaf
-from dit_graphs.cache import Entry, State, StructurePlan
-from dit_graphs.known_calls import KnownCalls
-from dit_graphs.signature import CallForm, Signature, registered_leaves, sign
+from dit_graphs.signature import CallForm, Signature, sign
 from dit_graphs.tree import UnknownLeaf, freeze, map_tensors, tensor_leaves
-from dit_graphs.watch import BreakPolicy
 
 FAST = settings(
     max_examples=60,
@@ -302,71 +297,3 @@ def test_the_budget_of_leaves_is_kept() -> None:
     else:
         raise AssertionError("five thousand leaves were signed")
     assert _sign([None] * 4000)
-
-
-def _learnt(call: dict[str, object]) -> tuple[KnownCalls, Entry]:
-    signature = _sign(call, ambient=1, extra=2)
-    entry = Entry(signature, StructurePlan(BreakPolicy()), state=State.READY)
-    known = KnownCalls()
-    known.learn(entry, call)
-    return known, entry
-
-
-@FAST
-@given(_TREES, _TREES)
-def test_a_known_form_admits_only_calls_of_its_signature(one: object, other: object) -> None:
-    known, entry = _learnt({"x": one})
-    found = known.find({"x": other}, 1, 2)
-    if found is not None:
-        assert found[0] is entry
-        signed: list[Tensor] = []
-        assert sign({"x": other}, 1, 2, signed) == entry.signature
-        assert len(signed) == len(found[1])
-        assert all(mine is theirs for mine, theirs in zip(signed, found[1], strict=True))
-
-
-@FAST
-@given(_TREES)
-def test_a_form_knows_its_own_call_again_where_the_tensors_are_ordinary(tree: object) -> None:
-    plain = (type(None), bool, int, float, str)
-    leaves: list[object] = []
-    stack = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (dict, list, tuple)):
-            stack.extend(node.values() if isinstance(node, dict) else node)
-        else:
-            leaves.append(node)
-    assume(all(isinstance(leaf, (*plain, Tensor)) for leaf in leaves))
-    assume(all(0 not in leaf.shape for leaf in leaves if isinstance(leaf, Tensor)))
-    known, entry = _learnt({"x": tree})
-    found = known.find({"x": copy.deepcopy(tree)}, 1, 2)
-    assert found is not None and found[0] is entry
-    assert known.find({"x": tree}, 0, 2) is None
-    assert known.find({"x": tree}, 1, 0) is None
-    entry.state = State.CAPTURED
-    assert known.find({"x": tree}, 1, 2) is None
-
-
-def test_a_form_admits_no_call_with_another_layout_or_shared_memory() -> None:
-    base = torch.zeros(64, 8)
-    call = {"x": base[:32], "y": base[32:]}
-    known, _ = _learnt(call)
-    assert known.find({"x": torch.zeros(32, 8), "y": torch.zeros(32, 8)}, 1, 2) is not None
-    assert known.find({"x": torch.zeros(31, 8), "y": torch.zeros(32, 8)}, 1, 2) is None
-    assert known.find({"x": torch.zeros(32, 9)[:, :8], "y": torch.zeros(32, 8)}, 1, 2) is None
-    assert known.find({"x": torch.zeros(32, 8).double(), "y": torch.zeros(32, 8)}, 1, 2) is None
-    assert known.find({"x": base[:32], "y": base[:32]}, 1, 2) is None
-    assert known.find({"x": base[:32], "y": base[16:48]}, 1, 2) is None
-    skewed = torch.zeros(32 * 8 + 1)[1:].view(32, 8)
-    assert known.find({"x": skewed, "y": base[32:]}, 1, 2) is None
-    assert known.find({"x": base[:32].to_sparse(), "y": base[32:]}, 1, 2) is None
-
-
-def test_a_form_is_forgotten_when_one_more_leaf_type_has_a_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    known, _ = _learnt({"x": [1, 2]})
-    assert known.find({"x": [1, 2]}, 1, 2) is not None
-    monkeypatch.setitem(cast(dict[type, object], registered_leaves()), list, str)
-    assert known.find({"x": [1, 2]}, 1, 2) is None
