@@ -6,6 +6,7 @@ value a pipeline refuses and a line of a file that makes no sense all end here, 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the result is the process's exit code."""
     if not sys.warnoptions:  # what a library tells its own developers
         warnings.simplefilter("ignore", FutureWarning)
+    # said while it is imported, so no call could silence it in time; a user's own value counts
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = build_app()(args=arguments, prog_name="dit-graphs", standalone_mode=False)

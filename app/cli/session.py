@@ -63,7 +63,6 @@ def open_session(
         from dit_graphs.app import demo_model
 
         values["model"] = str(demo_model.path())
-    _be_quiet()
     spec, note = _for_requests(given.model(values), requests)
     pipeline_class = resolve_class(spec)
     for request in requests if checks else ():
@@ -71,6 +70,7 @@ def open_session(
         open_images(request)
     if note is not None:
         say(note)
+    _be_quiet()
     libraries = time.perf_counter() - since
     loaded = load_pipeline(spec)
     accelerate(loaded, config, is_bundled=is_bundled)
@@ -118,4 +118,3 @@ def _be_quiet() -> None:
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # deprecations inside the models' own code

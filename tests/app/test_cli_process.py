@@ -32,6 +32,7 @@ def test_the_first_command_makes_a_picture_and_says_what_happened(
 ) -> None:
     folder, done = first
     assert done.code == 0, done.err
+    assert "[transformers]" not in done.err, "what a library tells its developers"
     lines = done.out.splitlines()
     stages = [line.split()[0] for line in lines[:5]]
     assert stages == ["load", "encode", "denoise", "decode", "save"]
