@@ -228,6 +228,11 @@ def test_doctor_makes_graphs_on_this_machine(more: More) -> None:
     assert re.search(ok, doctor.out, re.M), doctor.out
 
 
+def _heeds_ctrl_c() -> None:
+    """A shell's background jobs ignore it, and so would whatever they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for child processes")
 def test_ctrl_c_leaves_finished_files_and_names_them(tmp_path: Path) -> None:
     many = ["--num-images", "500", "--num-inference-steps", "2", "--seed", "1", *MODEL]
@@ -237,6 +242,7 @@ def test_ctrl_c_leaves_finished_files_and_names_them(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_heeds_ctrl_c,
     )
     try:
         assert process.stdout is not None
@@ -271,6 +277,7 @@ def test_ctrl_c_before_the_first_picture_says_so(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_heeds_ctrl_c,
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
