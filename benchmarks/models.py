@@ -154,6 +154,40 @@ MODELS: dict[str, Spec] = {
         ("256x384x25",),
         {"num_layers": 2, "num_attention_heads": 2, "cross_attention_dim": 128},
     ),
+    "lumina2": Spec(
+        "Lumina2Transformer2DModel",
+        {"cap_feat_dim": 2304},
+        shapes.lumina2,
+        ("256", "512", "1024"),
+        {
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "hidden_size": 192,
+            "num_attention_heads": 2,
+            "num_kv_heads": 1,
+        },
+    ),
+    "hidream": Spec(
+        "HiDreamImageTransformer2DModel",
+        {
+            "patch_size": 2,
+            "in_channels": 16,
+            "caption_channels": [4096, 4096],
+            "axes_dims_rope": (64, 32, 32),
+            # Each block reads the next layer of Llama; the blocks beyond its 32 read the last.
+            "llama_layers": [*range(32), *[31] * 16],
+        },
+        shapes.hidream,
+        ("256", "512", "1024"),
+        {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "llama_layers": [0, 1]},
+    ),
+    "hunyuan-video-1.5": Spec(
+        "HunyuanVideo15Transformer3DModel",
+        {},
+        shapes.hunyuan_video_15,
+        ("256x448x17", "480x832x17"),
+        {"num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 2},
+    ),
 }
 
 

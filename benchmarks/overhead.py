@@ -1,10 +1,10 @@
 """What the library's own code costs: python -m benchmarks.overhead --models z-image,sdxl-unet
 
 Owns two measurements. Host milliseconds per replayed step, with 1, 10 and 100 graphs held, beside
-the time the driver alone takes to launch the same graph. And the wall time of a wrapped module that
-never replays, over the plain module's. The surprising fact: the first replays after a capture cost
-up to half as much again as later ones, so a measurement that starts too early blames the number of
-graphs held.
+the time the driver alone takes to launch the same graph, and its stages in a loop of replays and
+right after an eager forward. And the wall time of a wrapped module that never replays, over the
+plain module's. The surprising fact: the first replays after a capture cost up to half as much again
+as later ones, so a measurement that starts too early blames the number of graphs held.
 
 Prints a table, then one line of JSON. Exits 1 when a call did not run the way that is measured.
 """
@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 import dit_graphs
-from benchmarks import forward, models, protocol, results
+from benchmarks import forward, models, protocol, results, stages
 from benchmarks.shapes import Size
+from benchmarks.turns import Turns
 from dit_graphs import GraphConfig
 from dit_graphs.config import BackendName
 from dit_graphs.wrapping import runner_of
@@ -31,6 +32,7 @@ from dit_graphs.wrapping import runner_of
 SCRIPT = "benchmarks/overhead.py"
 NUM_STEPS = 8
 WARMUPS = 30
+MAX_STAGE_ROUNDS = 30
 Row = dict[str, object]
 
 
@@ -51,6 +53,7 @@ def replays(
     *,
     device: str,
     backend: BackendName,
+    turns: Turns,
 ) -> list[Row]:
     """One row per number of graphs held: host time of a replayed step, and of its launch alone."""
     current = [0]
@@ -63,11 +66,12 @@ def replays(
             for number in sorted(held):
                 for key in range(number):  # captures those that are not held yet
                     current[0] = key
-                    with dit_graphs.request():
+                    with turns.preparing(), dit_graphs.request():
                         for _ in range(3):
                             call()
                 current[0] = 0
-                rows.append(_replayed(name, module, size, number, rounds, call))
+                with turns.measuring():
+                    rows.append(_replayed(name, module, size, number, rounds, call))
     finally:
         dit_graphs.unwrap(module)
     first = rows[0]["host_ms"]
@@ -91,13 +95,16 @@ def _replayed(
         host = protocol.interleaved(
             {"step": call}, rounds=rounds, warmups=WARMUPS, measure=protocol.host_ms
         )["step"]
+        num_stages = min(rounds, MAX_STAGE_ROUNDS)
+        in_a_loop = stages.profile(call, None, rounds=num_stages)
+        after_eager = stages.profile(call, _eager(module, call), rounds=num_stages)
     after = runner.report()["replays"]
     recording = max(entries, key=lambda entry: entry.replays).recording
     assert recording is not None
     launch = protocol.interleaved(
         {"launch": recording.replay}, rounds=rounds, measure=protocol.host_ms
     )["launch"]
-    expected = before + rounds + WARMUPS
+    expected = before + rounds + WARMUPS + 2 * num_stages
     problems = [] if after == expected else [f"{after} replays, expected {expected}"]
     if len(entries) != number:
         problems.append(f"{len(entries)} graphs held, expected {number}")
@@ -109,9 +116,18 @@ def _replayed(
         "host_ms": host.median_ms,
         "launch_ms": launch.median_ms,
         "own_ms": host.median_ms - launch.median_ms,
+        "stages_ms": {"in_a_loop": in_a_loop, "after_eager": after_eager},
         "timings": {"host": host.as_dict(), "launch": launch.as_dict()},
         "problems": problems,
     }
+
+
+def _eager(module: nn.Module, call: Callable[[], object]) -> Callable[[], object]:
+    def eager() -> object:
+        with dit_graphs.disabled(module):
+            return call()
+
+    return eager
 
 
 def never_replays(name: str, module: nn.Module, size: Size, rounds: int, *, device: str) -> Row:
@@ -178,6 +194,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="few narrow layers: no result")
+    parser.add_argument("--turns", type=Path, help="a file: processes that share it take turns")
     results.add_arguments(parser)
     given = parser.parse_args(arguments)
     if given.small and given.output:
@@ -186,13 +203,23 @@ def main(arguments: list[str]) -> int:
     backend: BackendName = "full" if given.device == "cuda" else "recorded"
     held = [int(number) for number in given.held.split(",")]
     size = Size.parse(given.size)
+    turns = Turns(given.turns)
     rows: list[Row] = []
     for name in given.models.split(","):
-        module = models.build(name, given.device, small=given.small)
+        with turns.preparing():
+            module = models.build(name, given.device, small=given.small)
         with protocol.GpuClock.maybe(given.device) as clock:
-            some = [never_replays(name, module, size, given.rounds // 2, device=given.device)]
+            with turns.measuring():
+                some = [never_replays(name, module, size, given.rounds // 2, device=given.device)]
             some += replays(
-                name, module, size, held, given.rounds, device=given.device, backend=backend
+                name,
+                module,
+                size,
+                held,
+                given.rounds,
+                device=given.device,
+                backend=backend,
+                turns=turns,
             )
         del module
         if given.device == "cuda":
@@ -201,7 +228,8 @@ def main(arguments: list[str]) -> int:
         print(table(some), flush=True)
         if given.output:
             run = results.run_record(SCRIPT, some, provenance=origin, clocks=clock.summary())
-            results.write(Path(given.output), run)
+            with turns.measuring():
+                results.write(Path(given.output), run)
     is_right = not any(row["problems"] for row in rows)
     slim = [{key: value for key, value in row.items() if key != "timings"} for row in rows]
     print(json.dumps({"is_right": is_right, "output": given.output, "rows": slim}))

@@ -20,8 +20,8 @@ from benchmarks.equality import leaves, replaced
 
 DTYPE = torch.bfloat16
 _LATENTS = re.compile(r"^\['(hidden_states|sample|x)'\]")
-_STEPS = re.compile(r"^\['(timestep|t)'\]")
-_STRUCTURE = re.compile(r"ids'\]|mask'\]")
+_STEPS = re.compile(r"^\['(timesteps?|t)'\]")
+_STRUCTURE = re.compile(r"ids'\]|mask(_2)?'\]")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -211,6 +211,51 @@ def ltx(size: Size, draw: Draw) -> dict[str, object]:
         "rope_interpolation_scale": (8 / 25, 32, 32),
         "attention_kwargs": None,
         "return_dict": False,
+    }
+
+
+def lumina2(size: Size, draw: Draw) -> dict[str, object]:
+    """One of the two guidance branches; 256 prompt tokens, of which 40 are valid."""
+    return {
+        "hidden_states": draw(1, 16, size.height // 8, size.width // 8),
+        "timestep": torch.tensor([0.5625]),
+        "encoder_hidden_states": draw(1, 256, 2304),
+        "encoder_attention_mask": _prompt_mask(256, 40)[:1],
+        "return_dict": False,
+        "attention_kwargs": None,
+    }
+
+
+def hidream(size: Size, draw: Draw) -> dict[str, object]:
+    """Guidance as one batch of two; 128 tokens of T5 and of each of Llama's 32 layers."""
+    return {
+        "hidden_states": draw(2, 16, size.height // 8, size.width // 8),
+        "timesteps": torch.tensor([437.5]).expand(2),
+        "encoder_hidden_states_t5": draw(2, 128, 4096),
+        "encoder_hidden_states_llama3": draw(32, 2, 128, 4096),
+        "pooled_embeds": draw(2, 2048),
+        "attention_kwargs": None,
+        "return_dict": False,
+    }
+
+
+def hunyuan_video_15(size: Size, draw: Draw) -> dict[str, object]:
+    """Image to video, one of the two guidance branches.
+
+    4x fewer frames and 16x fewer pixels a side as latents; 32 channels of noise, 32 of the first
+    frame and its mask. 100 of 1,000 prompt tokens and 20 of 256 glyph tokens are valid.
+    """
+    frames, rows, columns = (size.frames - 1) // 4 + 1, size.height // 16, size.width // 16
+    return {
+        "hidden_states": draw(1, 65, frames, rows, columns),
+        "image_embeds": draw(1, 729, 1152),
+        "timestep": torch.tensor([437.5], dtype=DTYPE),
+        "attention_kwargs": None,
+        "return_dict": False,
+        "encoder_hidden_states": draw(1, 1000, 3584),
+        "encoder_attention_mask": _prompt_mask(1000, 100)[:1].to(DTYPE),
+        "encoder_hidden_states_2": draw(1, 256, 1472),
+        "encoder_attention_mask_2": _prompt_mask(256, 20)[:1].to(DTYPE),
     }
 
 
