@@ -134,6 +134,7 @@ def _masked(draw: Draw, length: int, width: int) -> dict[str, object]:
     return {
         "prompt_embeds": draw(1, length, width),
         "prompt_attention_mask": (positions < 40).to(torch.int64),
+        "negative_prompt": None,
         "negative_prompt_embeds": draw(1, length, width),
         "negative_prompt_attention_mask": (positions < 2).to(torch.int64),
     }
@@ -238,7 +239,6 @@ PIPELINES: dict[str, PipelineSpec] = {
         _pixart,
         lambda draw: {
             **_masked(draw, 300, 4096),
-            "negative_prompt": None,
             "guidance_scale": 4.5,
             "use_resolution_binning": False,
         },
@@ -286,7 +286,6 @@ PIPELINES: dict[str, PipelineSpec] = {
         _ltx,
         lambda draw: {
             **_masked(draw, 128, 4096),
-            "negative_prompt": None,
             "guidance_scale": 3.0,
         },
     ),
