@@ -3,7 +3,8 @@
 Must never drop an argument: what the pipeline's signature does not name is an `InputError` that
 lists what it does. The surprising fact: `guidance_scale` means two things. In guidance-distilled
 models it feeds an embedding; where a pipeline has `true_cfg_scale` and its denoiser no such
-embedding, the user's guidance goes there.
+embedding, the user's guidance goes there. A control picture, too, has two names: where a pipeline
+with a ControlNet calls it `image`, `control_image` reaches that.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from copy import deepcopy
 from diffusers import DiffusionPipeline
 
 from .errors import InputError
+from .fitting import is_sized_by_picture
 from .inputs import InputFile
-from .partners import partner_class
-from .request import GenerateRequest, Json
+from .partners import calls_control_image, partner_class
+from .request import IMAGE_OPTIONS, GenerateRequest, Json
 
 __all__ = ["accepted_names", "call_arguments", "check_names", "guidance_note"]
 
@@ -54,9 +56,9 @@ def accepted_names(pipeline_class: type[DiffusionPipeline]) -> tuple[str, ...]:
 def check_names(pipeline_class: type[DiffusionPipeline], request: GenerateRequest) -> None:
     """Raise `InputError` for the first thing asked that the pipeline does not take."""
     accepted = accepted_names(pipeline_class)
+    others = _other_names(pipeline_class)
     for name in _asked(request):
-        takes = name in accepted or (name == "guidance_scale" and "true_cfg_scale" in accepted)
-        if not takes:
+        if name not in accepted and name not in others:
             raise InputError(name, _refusal(pipeline_class, name, request))
     for name in request.set:
         if name not in accepted:
@@ -73,9 +75,27 @@ def check_names(pipeline_class: type[DiffusionPipeline], request: GenerateReques
         is_needed = "strength" in accepted and not _VIDEO & set(parameters)
         if is_needed and name in accepted and not getattr(request, name):
             raise InputError(name, f"{pipeline_class.__name__} needs one")
+    if "strength" in accepted and len(request.image) > 1:
+        raise InputError(
+            "image", f"{pipeline_class.__name__} starts from one picture, got {len(request.image)}"
+        )
+    if calls_control_image(pipeline_class) == "image" and request.image and request.control_image:
+        raise InputError("control_image", f"{pipeline_class.__name__} takes it or an image")
     prompt = parameters.get("prompt")
     if prompt is not None and request.prompt is None and not _has_other_subject(request, accepted):
         raise InputError("prompt", f"{pipeline_class.__name__} needs a prompt")
+    # Beside a picture no words are a choice; alone they are a shell variable that was not set.
+    is_alone = not any(getattr(request, name) for name in IMAGE_OPTIONS)
+    if request.prompt is not None and not request.prompt.strip() and is_alone:
+        raise InputError("prompt", f"expected words, got {request.prompt!r}")
+
+
+def _other_names(pipeline_class: type[DiffusionPipeline]) -> set[str]:
+    """Fields that reach the pipeline although its signature has not their name."""
+    names = {"guidance_scale"} if "true_cfg_scale" in accepted_names(pipeline_class) else set()
+    if is_sized_by_picture(pipeline_class):
+        names |= {"height", "width"}
+    return names | ({"control_image"} if calls_control_image(pipeline_class) == "image" else set())
 
 
 def _refusal(pipeline_class: type[DiffusionPipeline], name: str, request: GenerateRequest) -> str:
@@ -98,14 +118,22 @@ def call_arguments(
     keys from dictionaries they are given.
     """
     check_names(type(pipe), request)
+    takes = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, object] = {}
     for name, value in _asked(request).items():
+        if name in ("height", "width") and name not in takes:
+            continue  # the picture has this size by now
         target = _guidance_name(pipe) if name == "guidance_scale" else name
+        if name == "control_image":
+            target = calls_control_image(type(pipe))
         pictures: list[object] = [item.image for item in inputs if item.option == name]
         if pictures:
             arguments[target] = pictures[0] if len(pictures) == 1 else pictures
         else:
             arguments[target] = value
+    if "max_area" in takes and request.height and request.width:
+        # Such a pipeline keeps the shape it is asked for and takes the size from its area.
+        arguments["max_area"] = request.height * request.width
     return arguments | deepcopy(dict(request.set))
 
 

@@ -19,10 +19,16 @@ from PIL import Image, ImageOps
 from .inputs import InputFile
 from .request import GenerateRequest
 
-__all__ = ["fitted", "size_changes"]
+__all__ = ["fitted", "is_sized_by_picture", "size_changes"]
 
 # What must keep lying on the picture is fitted by the same rule.
 _FITTED = ("image", "mask_image", "control_image")
+
+
+def is_sized_by_picture(pipeline_class: type[DiffusionPipeline]) -> bool:
+    """Whether what comes out has the input picture's size, and the call names none."""
+    takes = inspect.signature(pipeline_class.__call__).parameters
+    return {"image", "strength"} <= set(takes) and not {"height", "width"} & set(takes)
 
 
 def fitted(
@@ -30,15 +36,18 @@ def fitted(
 ) -> tuple[GenerateRequest, list[InputFile]]:
     """`request` with a width and a height, and its pictures scaled and cropped to them (centre).
 
-    Only for pipelines with an image, a strength and a size; others are left alone. A size that is
-    not given is the pipeline's default where it has one, else the first picture's own, rounded
-    down to what the pipeline allows.
+    Only for pipelines with an image and a strength; others are left alone. A size that is not
+    given is the pipeline's default where it has one, else the first picture's own, rounded down to
+    what the pipeline allows. A pipeline that takes its size from the picture gets the picture as
+    it is, unless a size was asked for.
     """
     takes = inspect.signature(type(pipe).__call__).parameters
     pictures = [item.image for item in inputs if item.option == "image"]
-    if not pictures or not {"image", "strength", "width", "height"} <= set(takes):
+    if not pictures or not {"image", "strength"} <= set(takes):
         return request, list(inputs)
-    defaults = {name: takes[name].default for name in ("width", "height")}
+    if is_sized_by_picture(type(pipe)) and request.width is request.height is None:
+        return request, list(inputs)
+    defaults = {name: takes[name].default for name in ("width", "height") if name in takes}
     request = request.with_defaults({n: v for n, v in defaults.items() if isinstance(v, int)})
     size = _size(request, pictures[0], _multiple(pipe))
     request = replace(request, width=size[0], height=size[1])

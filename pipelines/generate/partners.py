@@ -19,7 +19,7 @@ from diffusers.pipelines.auto_pipeline import (
 
 from .request import GenerateRequest
 
-__all__ = ["Start", "partner_class", "serving_class"]
+__all__ = ["Start", "calls_control_image", "partner_class", "serving_class"]
 
 # What a picture is drawn from: words, a picture, or the masked part of one.
 Start: TypeAlias = Literal["text", "image", "mask"]
@@ -50,10 +50,19 @@ def serving_class(
     """The class `request` needs: `pipeline_class`, or its partner for a picture it cannot take."""
     takes = inspect.signature(pipeline_class.__call__).parameters
     needs = {"image"} | ({"mask_image"} if request.mask_image is not None else set())
-    if not request.image or needs <= set(takes):
+    is_taken = request.control_image is not None and calls_control_image(pipeline_class) == "image"
+    if not request.image or (needs <= set(takes) and not is_taken):
         return pipeline_class
     start: Start = "image" if request.mask_image is None else "mask"
     return partner_class(pipeline_class, start) or pipeline_class
+
+
+def calls_control_image(pipeline_class: type[DiffusionPipeline]) -> str:
+    """The argument a control picture is: `image` where the ControlNet alone looks at a picture."""
+    takes = set(inspect.signature(pipeline_class.__call__).parameters)
+    parts = inspect.signature(pipeline_class.__init__).parameters
+    is_image = "controlnet" in parts and "image" in takes
+    return "image" if is_image and not {"control_image", "strength"} & takes else "control_image"
 
 
 def _starts_from(pipeline_class: type[DiffusionPipeline], start: Start) -> bool:

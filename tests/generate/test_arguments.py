@@ -133,3 +133,48 @@ def test_a_class_that_changes_a_picture_names_the_one_it_lacks() -> None:
     request = GenerateRequest(prompt="x", image=("a.png",))
     with pytest.raises(InputError, match=r"^mask_image: ZImageInpaintPipeline needs one"):
         check_names(diffusers.ZImageInpaintPipeline, request)
+
+
+@pytest.mark.parametrize("blank", ["", "  \n"])
+def test_a_blank_prompt_alone_is_refused_and_beside_a_picture_a_choice(blank: str) -> None:
+    """A shell variable that was not set; image to video without words is meant."""
+    with pytest.raises(InputError, match=r"^prompt: expected words, got "):
+        check_names(diffusers.ZImagePipeline, GenerateRequest(prompt=blank))
+    with pytest.raises(InputError, match=r"^prompt: expected words, got "):
+        check_names(diffusers.ZImagePipeline, GenerateRequest(prompt=blank, set={"sigmas": [1]}))
+    beside = GenerateRequest(prompt=blank, image=("a.png",))
+    check_names(diffusers.ZImageImg2ImgPipeline, beside)
+    check_names(diffusers.WanImageToVideoPipeline, beside)
+
+
+def test_two_pictures_for_a_class_that_changes_one_are_refused() -> None:
+    two = GenerateRequest(prompt="x", image=("a.png", "b.png"))
+    with pytest.raises(InputError, match=r"^image: ZImageImg2ImgPipeline starts from one .* got 2"):
+        check_names(diffusers.ZImageImg2ImgPipeline, two)
+    check_names(diffusers.QwenImageEditPlusPipeline, two)
+
+
+def test_a_control_picture_reaches_image_where_a_controlnet_pipeline_calls_it_so() -> None:
+    own = diffusers.StableDiffusionControlNetPipeline
+    request = GenerateRequest(prompt="x", control_image="/c.png")
+    picture = InputFile("control_image", "/c.png", "0", Image.new("RGB", (4, 4)))
+    assert call_arguments(object.__new__(own), request, [picture])["image"] is picture.image
+    named = object.__new__(diffusers.FluxControlNetPipeline)
+    assert call_arguments(named, request, [picture])["control_image"] is picture.image
+    both = GenerateRequest(prompt="x", control_image="/c.png", image=("/i.png",))
+    with pytest.raises(InputError, match=r"^control_image: .* takes it or an image"):
+        check_names(own, both)
+    with pytest.raises(InputError, match=r"^control_image: .* does not take it"):
+        check_names(diffusers.StableDiffusionPipeline, request)
+
+
+def test_a_size_is_an_area_where_a_pipeline_keeps_only_the_shape() -> None:
+    """Kontext would answer 1024 × 1024 for 128 × 64 otherwise."""
+    pipe = object.__new__(diffusers.FluxKontextPipeline)
+    request = GenerateRequest(prompt="x", width=128, height=64)
+    pipe.register_to_config()
+    pipe.transformer = None
+    assert call_arguments(pipe, request)["max_area"] == 128 * 64
+    assert "max_area" not in call_arguments(pipe, GenerateRequest(prompt="x"))
+    own = GenerateRequest(prompt="x", width=128, height=64, set={"max_area": 5})
+    assert call_arguments(pipe, own)["max_area"] == 5

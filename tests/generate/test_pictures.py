@@ -46,6 +46,11 @@ def wide(tmp_path: Path) -> str:
         ("StableDiffusionXLPipeline", PICTURE, "StableDiffusionXLImg2ImgPipeline"),
         ("StableDiffusionXLPipeline", MASKED, "StableDiffusionXLInpaintPipeline"),
         ("StableDiffusionXLControlNetPipeline", PICTURE, "StableDiffusionXLControlNetPipeline"),
+        (
+            "StableDiffusionControlNetPipeline",
+            {**PICTURE, "control_image": "b.png"},
+            "StableDiffusionControlNetImg2ImgPipeline",
+        ),
         ("QwenImageEditPipeline", PICTURE, "QwenImageEditPipeline"),
         ("QwenImageEditPipeline", MASKED, "QwenImageEditInpaintPipeline"),
         ("Flux2KleinPipeline", PICTURE, "Flux2KleinPipeline"),
@@ -90,6 +95,19 @@ def test_a_size_left_open_is_the_pictures_own_as_the_pipeline_allows(
     assert size(width=32) == (32, 17 // step * step)  # 41 · 32 / 75 = 17.5
     assert size(height=32) == (58 // step * step, 32)  # 75 · 32 / 41 = 58.5
     assert size(width=32, height=64) == (32, 64)
+
+
+def test_a_size_asked_of_a_pipeline_that_takes_the_pictures_becomes_the_pictures(wide: str) -> None:
+    components = tiny.build("sdxl").components
+    own = diffusers.StableDiffusionXLImg2ImgPipeline
+    keys, _ = own._get_signature_keys(own)
+    pipe = own(**{key: part for key, part in components.items() if key in keys})
+    small = {"num_inference_steps": 2, "seed": 1, "strength": 0.5, "image": wide}
+    (item,) = generate(pipe, "x", width=32, height=48, **small)
+    assert item.media[0].describe() == {"width": 32, "height": 48}
+    assert item.resized == ("wide.png 75x41 -> 32x48",)
+    (item,) = generate(pipe, "x", **small)
+    assert item.media[0].describe()["width"] == 75 // 8 * 8 and not item.resized
 
 
 def test_an_edit_and_a_video_get_the_picture_as_it_is(wide: str) -> None:
