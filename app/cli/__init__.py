@@ -22,6 +22,7 @@ from dit_graphs.pipelines.generate import InputError
 from . import batch, demo, doctor, generate, inspection
 from .codes import BAD_INPUT, FAILED, INTERRUPTED
 from .flags import command, option_name, request_flags
+from .suggest import unknown_option
 
 __all__ = ["build_app", "main"]
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _refuse(f"{_named(error.option)}: {_as_typed(error.problem)}")
     except _UsageProblem as error:
-        return _refuse(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
+        return _refuse(_usage(error))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except GraphError as error:
@@ -117,6 +118,20 @@ def _as_typed(problem: str) -> str:
         return f"it takes {', '.join(own)}{by_set}"
 
     return re.sub(r"it takes (\w+(?:, \w+)*)", typed, problem)
+
+
+def _usage(error: Exception) -> str:
+    """The sentence of the command-line library, with our own proposals for an unknown word."""
+    message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    option = getattr(error, "option_name", None)
+    if option is not None and context is not None and message.startswith("No such option"):
+        shown = [p for p in context.command.params if not getattr(p, "hidden", False)]
+        names = [name for p in shown for name in (*p.opts, *p.secondary_opts) if name[0] == "-"]
+        return unknown_option(option, names)
+    if message.startswith("No such command") and "Did you mean" not in message:
+        return f"{message.removesuffix('.')}; there are {', '.join(COMMANDS)}"
+    return message
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -33,7 +33,16 @@ from dit_graphs.pipelines.generate import (
 from .codes import INTERRUPTED
 from .words import BYTES, MAPPING, allowed, alternatives, parse
 
-__all__ = ["Flag", "Given", "command", "graph_flags", "model_flags", "option_name", "request_flags"]
+__all__ = [
+    "Flag",
+    "Given",
+    "command",
+    "graph_error",
+    "graph_flags",
+    "model_flags",
+    "option_name",
+    "request_flags",
+]
 
 # A size per LLM phase has one flag per phase.
 PHASES = ("decode", "prefill")
@@ -53,7 +62,10 @@ _KINDS: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag: `name` is the Python word, `field` the dataclass field it fills."""
+    """One flag: `name` is the Python word, `field` the dataclass field it fills.
+
+    `has_opposite`: a switch has a `--no-` form, which undoes what a record says.
+    """
 
     name: str
     field: str
@@ -62,11 +74,12 @@ class Flag:
     panel: str
     metavar: str | None = None
     is_hidden: bool = False
+    has_opposite: bool = True
 
     def parameter(self) -> inspect.Parameter:
         """The typer option, unset unless given."""
         declared = option_name(self.name)
-        if self.kind == bool | None:
+        if self.kind == bool | None and self.has_opposite:
             declared += f"/--no-{declared[2:]}"
         option = typer.Option(
             declared,
@@ -227,24 +240,32 @@ class Given:
         try:
             return GraphConfig(**values)  # type: ignore[arg-type]
         except ConfigError as error:
-            raise _as_input_error(error) from error
+            raise graph_error(error) from error
 
     def check(self) -> None:
         """Raise `InputError` for what is wrong whatever the model: no library is needed to know."""
         try:
             self.graphs().check_available()
         except ConfigError as error:
-            raise _as_input_error(error) from error
+            raise graph_error(error) from error
         self.model({"model": "bundled/model"})
 
 
-def _as_input_error(error: ConfigError) -> InputError:
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Ctrl-C, also where it came while a library was imported that answers with its own error."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def graph_error(error: ConfigError) -> InputError:
     """A field's error in the flag's word: `max_size['decode']` is `--decode-max-size`."""
+    known = {item.name for item in fields(GraphConfig)}
     match = re.match(r"(\w+)(?:\['(\w+)'\])?: (.*)", str(error), re.DOTALL)
-    if match is None:  # a value this version does not honour: its sentence begins with the field
+    if match is None or match[1] not in known:
+        # a value this version does not honour begins with the field; else the model is what failed
         name = re.split(r"\W", str(error), maxsplit=1)[0]
-        known = {item.name for item in fields(GraphConfig)}
-        return InputError(name if name in known else "graphs", str(error))
+        return InputError(name if name in known else "model", str(error))
     name, key, problem = match.groups()
     problem = re.sub(r"one of \[([^]]*)\]", _alternatives, problem)
     return InputError(f"{key}_{name}" if key in PHASES else name, problem)
@@ -282,7 +303,9 @@ def command(
     def called(**values: Any) -> int:
         try:
             return run(Given(values))
-        except KeyboardInterrupt:  # the library under typer would end without a word
+        except BaseException as error:  # the library under typer would end without a word
+            if not _is_interrupt(error):
+                raise
             print("interrupted; no file was finished", file=sys.stderr)
             return INTERRUPTED
 

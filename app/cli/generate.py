@@ -35,6 +35,7 @@ _REWRITE = Flag(
     bool | None,
     "let the pipeline's own language model write the prompt out first",
     "Picture",
+    has_opposite=False,
 )
 ARGUMENTS = [
     inspect.Parameter(

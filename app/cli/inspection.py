@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -19,12 +20,21 @@ import typer
 from .flags import Flag, Given, graph_flags, model_flags, request_flags
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
     from dit_graphs.pipelines.generate import Item
 
 __all__ = ["ARGUMENTS", "flags", "run"]
 
 RUNS = 4
-_JSON = Flag("json", "json", bool | None, "print the numbers as one JSON object", "Files")
+_JSON = Flag(
+    "json",
+    "json",
+    bool | None,
+    "print the numbers as one JSON object",
+    "Files",
+    has_opposite=False,
+)
 ARGUMENTS = [
     inspect.Parameter(
         "prompt",
@@ -63,17 +73,18 @@ def run(given: Given) -> int:
     for _ in range(RUNS):
         items += generate_items(session.loaded, request.single(0), graphs=session.graphs)
     numbers = cast("dict[str, Any]", dit_graphs.stats(pipe))
+    guidance = _guidance(pipe, numbers["components"], sum(item.num_steps for item in items))
     if given.value("json"):
         runs = [_run_numbers(item) for item in items]
-        print(json.dumps({"pipeline": type(pipe).__name__, "runs": runs, "stats": numbers}))
+        about = {"pipeline": type(pipe).__name__, "guidance": guidance}
+        print(json.dumps({**about, "runs": runs, "stats": numbers}))
         return 0
-    print(f"{type(pipe).__name__}: {_asked(items[0])}")
+    print(f"{type(pipe).__name__}: {_asked(items[0])}, {guidance}")
     for number, item in enumerate(items, start=1):
         line = item.graph_use.line(session.loaded.device)
         print(f"run {number}   {item.total_seconds:8.2f} s  {line}")
-    for line in _components(numbers.get("components", {})):
+    for line in _components(pipe, numbers):
         print(line)
-    print(dit_graphs.explain(pipe))
     return 0
 
 
@@ -93,22 +104,62 @@ def _asked(item: Item) -> str:
     return ", ".join([*words, f"{item.num_steps} steps"])
 
 
-def _components(components: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name, numbers in components.items():
-        yield (
-            f"{name}: {numbers['captures']} captured, {numbers['replays']} replayed, "
-            f"{numbers['eager_calls']} eager, {_bytes(numbers['pool_bytes'])}"
-        )
-        for graph in numbers["graphs"]:
-            yield f"  {graph['signature']}"
-            yield f"    {_graph(graph)}"
-        for reason, number in sorted(numbers["fallbacks"].items()):
-            yield f"  {number} eager: {reason}: {_sentence(reason)}"
+def _guidance(
+    pipe: DiffusionPipeline, components: Mapping[str, Mapping[str, Any]], num_steps: int
+) -> str:
+    """How the prompt steered: by the calls that were counted, and by what the pipeline says."""
+    denoisers = [numbers for name, numbers in components.items() if name.startswith("denoiser")]
+    calls = sum(numbers["replays"] + numbers["eager_calls"] for numbers in denoisers)
+    per_step = round(calls / num_steps) if num_steps else 0
+    if per_step > 1:
+        return f"CFG in {per_step} calls a step"
+    if getattr(pipe, "do_classifier_free_guidance", False):
+        return "CFG batched"
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    return "guidance embedded" if getattr(config, "guidance_embeds", False) else "no CFG"
+
+
+def _components(pipe: DiffusionPipeline, numbers: Mapping[str, Any]) -> Iterator[str]:
+    """Every component that was called; then those that were not, and those that cannot be."""
+    from dit_graphs.pipelines.acceleration import acceleration_of
+
+    acceleration = acceleration_of(pipe)
+    assert acceleration is not None
+    idle: list[str] = []
+    for name, component in numbers["components"].items():
+        if not component["replays"] + component["eager_calls"]:
+            idle.append(name)
+            continue
+        yield from _component(name, component)
+        misses = Counter(acceleration.runners[name].explain_misses())
+        yield from (line + (f" ({number} times)" * (number > 1)) for line, number in misses.items())
+    if idle:
+        yield f"not called: {', '.join(idle)}"
+    for name, why in numbers["refused"].items():
+        yield f"{name}: eager. {why}"
+
+
+def _component(name: str, numbers: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{name}: {numbers['captures']} captured, {numbers['replays']} replayed, "
+        f"{numbers['eager_calls']} eager, {_bytes(numbers['pool_bytes'])}"
+    )
+    if numbers.get("expected_speedup") is not None:
+        yield f"  expect {numbers['expected_speedup']:.2f}x, by calls that were measured both ways"
+    for graph in numbers["graphs"]:
+        yield f"  {graph['signature']}"
+        yield f"    {_graph(graph)}"
+    for reason, number in sorted(numbers["fallbacks"].items()):
+        detail = numbers["details"].get(reason)
+        why = f"; {detail}" if detail and detail not in _sentence(reason) else ""
+        yield f"  {number} eager: {reason}: {_sentence(reason)}{why}"
 
 
 def _graph(graph: Mapping[str, Any]) -> str:
     words = [
-        f"{graph['backend']}, {graph['segments']} segments, {_number(graph['breaks'])} breaks",
+        str(graph["backend"]),
+        _counted(graph["segments"], "segment"),
+        _counted(_number(graph["breaks"]), "break"),
         f"captured {_percent(graph['captured_fraction'])}",
         _bytes(graph["nbytes"]),
         f"verified {graph['verified']}",
@@ -121,6 +172,10 @@ def _graph(graph: Mapping[str, Any]) -> str:
 
 def _number(breaks: object) -> int:
     return len(breaks) if isinstance(breaks, (list, tuple)) else int(str(breaks))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _percent(fraction: float | None) -> str:

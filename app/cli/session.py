@@ -15,7 +15,6 @@ from dit_graphs import GraphConfig
 from dit_graphs.pipelines.generate import (
     BUNDLED,
     GenerateRequest,
-    InputError,
     Json,
     LoadedPipeline,
     ModelSpec,
@@ -27,7 +26,7 @@ from dit_graphs.pipelines.generate import (
     serving_class,
 )
 
-from .flags import Given
+from .flags import Given, graph_error
 
 __all__ = ["Session", "open_session"]
 
@@ -103,7 +102,7 @@ def accelerate(loaded: LoadedPipeline, config: GraphConfig, *, is_bundled: bool)
     try:
         dit_graphs.accelerate(loaded.pipe, config)
     except dit_graphs.ConfigError as error:
-        raise InputError("model", str(error)) from error
+        raise graph_error(error) from error
 
 
 def completed(session: Session, request: GenerateRequest) -> GenerateRequest:

@@ -84,13 +84,14 @@ REFUSED: list[tuple[str, str, str]] = [
     ("--memory-budget", "6GB", "(bytes: a number, or one ending in KiB, MiB or GiB), got"),
     ("--max-graphs", "0", "expected a whole number ≥ 1, got 0"),
     ("--prompt-buckets", "64,32", "lengths must rise"),
+    ("--prompt-buckets", "32,64", "gives padded tokens a meaning of their own"),
     ("--decode-max-size", "0", "expected a whole number ≥ 1, got 0"),
     ("--prefill-max-size", "x", "integer"),
     ("--output", "in.png", "expected a folder, and 'in.png' is a file"),
     ("--output", "new.png", "expected a folder, not a file name: 'new.png'"),
     ("--from", "missing.png", "no such file: 'missing.png'"),
     ("--from", "in.png", "holds no record of dit-graphs"),
-    ("--max", "3", "No such option"),
+    ("--max", "3", "No such option: --max (did you mean --max-graphs"),
     ("--bogus", "3", "No such option"),
 ]
 # Flags that take any text or have no wrong value, with the reason.

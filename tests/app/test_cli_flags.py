@@ -75,6 +75,51 @@ def test_help_names_every_flag_and_says_what_it_does(command: str, help_of) -> N
         assert flag.help in text, flag.name
 
 
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_narrow_terminal_shows_every_name_whole(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for flag in COMMANDS[command].flags():
+        if not flag.is_hidden:
+            assert re.search(rf"{re.escape(option_name(flag.name))}(?![\w…-])", text), flag.name
+
+
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [
+        ("--max", "--max-graphs"),
+        ("--steps", "--num-inference-steps"),
+        ("--heigth", "--height"),
+        ("--negative", "--negative-prompt"),
+        ("--num_images", "--num-images"),
+        ("--frames", "--num-frames"),
+        ("--out", "--output"),
+        ("--scale", "--guidance-scale"),
+    ],
+)
+def test_an_option_that_does_not_exist_proposes_what_was_meant(
+    word: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", word, "3"]) == 2
+    expected = f"dit-graphs: No such option: {word} (did you mean {first}"
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_a_word_like_nothing_proposes_nothing_and_a_prompt_with_dashes_is_told_how(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["generate", "x", "--bogus", "3"]) == 2
+    assert capsys.readouterr().err == "dit-graphs: No such option: --bogus\n"
+    assert main(["generate", "--a prompt"]) == 2
+    assert "(a PROMPT that begins with - goes after --)" in capsys.readouterr().err
+    assert main(["paint"]) == 2
+    assert "; there are generate, batch, inspect, doctor, demo" in capsys.readouterr().err
+
+
 def test_every_choice_of_a_field_is_named_in_its_help() -> None:
     hints = get_type_hints(GraphConfig)
     for flag in graph_flags():
@@ -207,3 +252,17 @@ def test_flags_cannot_be_shortened(option: str, capsys: pytest.CaptureFixture[st
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "generate" in capsys.readouterr().out
+
+
+def test_ctrl_c_inside_an_import_is_an_interrupt_though_a_library_wraps_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(given: Given) -> int:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Failed to import transformers.models") from error
+
+    monkeypatch.setattr(COMMANDS["doctor"], "run", run)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted; no file was finished\n"

@@ -210,11 +210,16 @@ def test_inspect_measures_and_writes_no_file(more: More) -> None:
     folder, results, _ = more
     text, numbers = results["inspect"], results["numbers"]
     assert text.code == numbers.code == 0, text.err + numbers.err
-    assert "ZImagePipeline: 64x64, 3 steps" in text.out
+    assert "ZImagePipeline: 64x64, 3 steps, CFG batched" in text.out
+    heads = re.findall(r"^(\w+): ", text.out, re.M)
+    assert heads.count("denoiser") == heads.count("vae") == 1
+    assert re.search(r"^not called: .*decode, prefill$", text.out, re.M)
+    assert "1 segment, 0 breaks" in text.out and "1 segments" not in text.out
     assert re.search(r"^denoiser: [1-9]\d* captured, [1-9]\d* replayed, \d+ eager", text.out, re.M)
     assert re.search(r"captured \d+\.\d %, .* eager \d+\.\d+ ms, replay \d+\.\d+ ms", text.out)
     assert "warming_up: the signature was new" in text.out
     found = json.loads(numbers.out)
+    assert found["guidance"] == "CFG batched"
     assert found["runs"][0]["reasons"]["warming_up"] >= 2
     assert found["stats"]["components"]["denoiser"]["graphs"][0]["segments"] >= 1
     assert not list(folder.glob("*.png"))
