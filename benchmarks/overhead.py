@@ -15,7 +15,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ NUM_STEPS = 8
 WARMUPS = 30
 MAX_STAGE_ROUNDS = 30
 Row = dict[str, object]
+Measured = tuple[Row, dict[str, object]]  # a row, and the GPU's clocks while it was measured
 
 
 def _calls(module: nn.Module, name: str, size: Size, device: str) -> Callable[[], object]:
@@ -54,13 +55,13 @@ def replays(
     device: str,
     backend: BackendName,
     turns: Turns,
-) -> list[Row]:
+) -> Iterator[Measured]:
     """One row per number of graphs held: host time of a replayed step, and of its launch alone."""
     current = [0]
     config = GraphConfig(backend=backend, capture="first_use", max_graphs=max(held) + 1)
     dit_graphs.wrap(module, config, key=lambda: current[0])
     call = _calls(module, name, size, device)
-    rows: list[Row] = []
+    first: float | None = None
     try:
         with torch.no_grad():
             for number in sorted(held):
@@ -70,17 +71,14 @@ def replays(
                         for _ in range(3):
                             call()
                 current[0] = 0
-                with turns.measuring():
-                    rows.append(_replayed(name, module, size, number, rounds, call))
+                with turns.measuring(), protocol.GpuClock.maybe(device) as clock:
+                    row = _replayed(name, module, size, number, rounds, call)
+                host = row["host_ms"]
+                assert isinstance(host, float)
+                first = host if first is None else first
+                yield {**row, "over_first": host / first}, clock.summary()
     finally:
         dit_graphs.unwrap(module)
-    first = rows[0]["host_ms"]
-    assert isinstance(first, float)
-    for row in rows:
-        host = row["host_ms"]
-        assert isinstance(host, float)
-        row["over_first"] = host / first
-    return rows
 
 
 def _replayed(
@@ -183,6 +181,25 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _measured(
+    name: str, module: nn.Module, given: argparse.Namespace, turns: Turns
+) -> Iterator[Measured]:
+    size, device = Size.parse(given.size), given.device
+    with turns.measuring(), protocol.GpuClock.maybe(device) as clock:
+        row = never_replays(name, module, size, given.rounds // 2, device=device)
+    yield row, clock.summary()
+    yield from replays(
+        name,
+        module,
+        size,
+        [int(number) for number in given.held.split(",")],
+        given.rounds,
+        device=device,
+        backend="full" if device == "cuda" else "recorded",
+        turns=turns,
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Measures every model; the exit status says whether all calls ran as they should."""
     parser = argparse.ArgumentParser(
@@ -200,36 +217,20 @@ def main(arguments: list[str]) -> int:
     if given.small and given.output:
         parser.error("--small measures nothing that belongs into a result file")
     origin = results.provenance(commit=given.commit, allow_dirty=given.allow_dirty)
-    backend: BackendName = "full" if given.device == "cuda" else "recorded"
-    held = [int(number) for number in given.held.split(",")]
-    size = Size.parse(given.size)
     turns = Turns(given.turns)
     rows: list[Row] = []
     for name in given.models.split(","):
         with turns.preparing():
             module = models.build(name, given.device, small=given.small)
-        with protocol.GpuClock.maybe(given.device) as clock:
-            with turns.measuring():
-                some = [never_replays(name, module, size, given.rounds // 2, device=given.device)]
-            some += replays(
-                name,
-                module,
-                size,
-                held,
-                given.rounds,
-                device=given.device,
-                backend=backend,
-                turns=turns,
-            )
+        for row, clocks in _measured(name, module, given, turns):
+            rows.append(row)
+            print(table([row]), flush=True)
+            if given.output:
+                run = results.run_record(SCRIPT, [row], provenance=origin, clocks=clocks)
+                results.write(Path(given.output), run)
         del module
         if given.device == "cuda":
             torch.cuda.empty_cache()  # the next model starts from an empty device
-        rows += some
-        print(table(some), flush=True)
-        if given.output:
-            run = results.run_record(SCRIPT, some, provenance=origin, clocks=clock.summary())
-            with turns.measuring():
-                results.write(Path(given.output), run)
     is_right = not any(row["problems"] for row in rows)
     slim = [{key: value for key, value in row.items() if key != "timings"} for row in rows]
     print(json.dumps({"is_right": is_right, "output": given.output, "rows": slim}))
