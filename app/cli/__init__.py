@@ -18,10 +18,12 @@ import typer
 
 from dit_graphs.errors import GraphError
 from dit_graphs.pipelines.generate import InputError
+from dit_graphs.pipelines.generate.errors import is_out_of_memory
 
 from . import batch, demo, doctor, generate, inspection
 from .codes import BAD_INPUT, FAILED, INTERRUPTED
-from .flags import command, option_name, request_flags
+from .commands import command
+from .flags import option_name, request_flags
 from .suggest import unknown_option
 
 __all__ = ["build_app", "main"]
@@ -66,12 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GraphError as error:
         return _fail(str(error))
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return _fail(f"out of memory: {error}")
     except BrokenPipeError:
         sys.stdout = None  # the reader has gone: nothing more can be said
         return FAILED
+    except OSError as error:  # a disk that is full, or was taken away
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def build_app() -> typer.Typer:
@@ -132,12 +136,6 @@ def _usage(error: Exception) -> str:
     if message.startswith("No such command") and "Did you mean" not in message:
         return f"{message.removesuffix('.')}; there are {', '.join(COMMANDS)}"
     return message
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Of the device, which has an error of its own, or of the host."""
-    name = type(error).__name__
-    return name in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
 
 
 def _fail(sentence: str) -> int:

@@ -13,9 +13,9 @@ import json
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, cast, get_origin, get_type_hints
+from typing import Annotated, cast, get_origin, get_type_hints
 
 import typer
 
@@ -30,13 +30,11 @@ from dit_graphs.pipelines.generate import (
     listed,
 )
 
-from .codes import INTERRUPTED
 from .words import BYTES, MAPPING, allowed, alternatives, parse
 
 __all__ = [
     "Flag",
     "Given",
-    "command",
     "graph_error",
     "graph_flags",
     "model_flags",
@@ -251,13 +249,6 @@ class Given:
         self.model({"model": "bundled/model"})
 
 
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Ctrl-C, also where it came while a library was imported that answers with its own error."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
 def graph_error(error: ConfigError) -> InputError:
     """A field's error in the flag's word: `max_size['decode']` is `--decode-max-size`."""
     known = {item.name for item in fields(GraphConfig)}
@@ -289,30 +280,3 @@ def _settings(texts: list[str]) -> dict[str, Json]:
                 "set", f'expected JSON after {key}= (text needs quotes: "…"), got {value!r}'
             ) from error
     return values
-
-
-def command(
-    app: typer.Typer,
-    name: str,
-    run: Callable[[Given], int],
-    arguments: Iterable[inspect.Parameter],
-    flags: Iterable[Flag],
-) -> None:
-    """Add `run` to `app` as command `name`; its docstring is the help, its result the exit code."""
-
-    def called(**values: Any) -> int:
-        try:
-            return run(Given(values))
-        except BaseException as error:  # the library under typer would end without a word
-            if not _is_interrupt(error):
-                raise
-            print("interrupted; no file was finished", file=sys.stderr)
-            return INTERRUPTED
-
-    parameters = [*arguments, *(flag.parameter() for flag in flags)]
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    # One line per paragraph: the terminal, not the source, decides where lines end.
-    paragraphs = inspect.cleandoc(run.__doc__ or "").split("\n\n")
-    called.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
-    called.__annotations__ = {}
-    app.command(name)(called)

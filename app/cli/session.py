@@ -6,6 +6,7 @@ and replayed by default: it is there to be looked at, and a recorder makes nothi
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from dit_graphs.pipelines.generate import (
     LoadedPipeline,
     ModelSpec,
     check_names,
+    check_reference,
     complete,
     load_pipeline,
     open_images,
@@ -66,6 +68,7 @@ def open_session(
     pipeline_class = resolve_class(spec)
     for request in requests if checks else ():
         check_names(pipeline_class, request)
+        check_reference(pipeline_class, request, has_adapter=spec.ip_adapter is not None)
         open_images(request)
     if note is not None:
         say(note)
@@ -117,3 +120,6 @@ def _be_quiet() -> None:
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    # said of models that keep nothing in float32, too: an empty list is no news
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+    logger.addFilter(lambda record: "kept in float32: []" not in record.getMessage())

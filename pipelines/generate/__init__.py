@@ -17,7 +17,7 @@ from .model import Adapter, ModelSpec
 from .request import GenerateRequest, Json
 
 if TYPE_CHECKING:
-    from .arguments import accepted_names, check_names, guidance_note
+    from .arguments import accepted_names, check_names, check_reference, guidance_note
     from .batch import BatchReport, Failure, generate_batch, read_lines
     from .inputs import open_images
     from .load import LoadedPipeline, load_pipeline, resolve_class, resolve_device
@@ -45,6 +45,7 @@ __all__ = [
     "changes",
     "check_names",
     "check_output",
+    "check_reference",
     "complete",
     "generate",
     "generate_batch",
@@ -63,7 +64,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "arguments": ("accepted_names", "check_names", "guidance_note"),
+    "arguments": ("accepted_names", "check_names", "check_reference", "guidance_note"),
     "batch": ("BatchReport", "Failure", "generate_batch", "read_lines"),
     "inputs": ("open_images",),
     "load": ("LoadedPipeline", "load_pipeline", "resolve_class", "resolve_device"),

@@ -21,7 +21,13 @@ from .inputs import InputFile
 from .partners import calls_control_image, partner_class
 from .request import IMAGE_OPTIONS, GenerateRequest, Json
 
-__all__ = ["accepted_names", "call_arguments", "check_names", "guidance_note"]
+__all__ = [
+    "accepted_names",
+    "call_arguments",
+    "check_names",
+    "check_reference",
+    "guidance_note",
+]
 
 # What a request cannot carry as JSON, or what would make the answer something else than pictures.
 _RESERVED = {
@@ -88,6 +94,18 @@ def check_names(pipeline_class: type[DiffusionPipeline], request: GenerateReques
     is_alone = not any(getattr(request, name) for name in IMAGE_OPTIONS)
     if request.prompt is not None and not request.prompt.strip() and is_alone:
         raise InputError("prompt", f"expected words, got {request.prompt!r}")
+
+
+def check_reference(
+    pipeline_class: type[DiffusionPipeline], request: GenerateRequest, *, has_adapter: bool
+) -> None:
+    """Raise `InputError` where an IP-Adapter and its reference picture are not given together."""
+    if "ip_adapter_image" not in accepted_names(pipeline_class):
+        return
+    if has_adapter and request.ip_adapter_image is None:
+        raise InputError("ip_adapter_image", "an IP-Adapter needs one")
+    if request.ip_adapter_image is not None and not has_adapter:
+        raise InputError("ip_adapter", "a reference picture needs one")
 
 
 def _other_names(pipeline_class: type[DiffusionPipeline]) -> set[str]:

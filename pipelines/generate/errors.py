@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["InputError", "listed"]
+__all__ = ["InputError", "is_out_of_memory", "listed"]
 
 
 class InputError(ValueError):
@@ -30,3 +30,9 @@ def listed(names: Iterable[object]) -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the device, which has an error of its own, or of the host."""
+    name = type(error).__name__
+    return name in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)

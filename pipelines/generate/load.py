@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch
 from diffusers import DiffusionPipeline
 from packaging.version import Version
 
-from .errors import InputError
+from .errors import InputError, is_out_of_memory, listed
+from .hub import hub_arguments
 from .model import ModelSpec
 from .request import Json
 from .setup import set_up
@@ -27,6 +29,12 @@ __all__ = ["LoadedPipeline", "load_pipeline", "resolve_class", "resolve_device"]
 
 DEFAULTS_FILE = "dit_graphs.json"
 _DENOISERS = ("transformer", "unet")
+# `model.safetensors`, `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors` and the
+# older `model-00001-of-00002.fp16.safetensors`: the variant is what stands between two dots.
+_WEIGHTS = re.compile(
+    r"(?:diffusion_)?(?:pytorch_)?model(?:-\d+-of-\d+)?(?:\.([A-Za-z]\w*))?(?:-\d+-of-\d+)?"
+    r"\.(?:safetensors|bin)"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,16 +64,48 @@ def load_pipeline(spec: ModelSpec) -> LoadedPipeline:
             pipe = _from_single_file(spec, spec.single_file, pipeline_class, dtype)
         else:
             pipe = pipeline_class.from_pretrained(
-                spec.model, **_typed(dtype), variant=spec.variant, revision=spec.revision
+                spec.model,
+                **_typed(dtype),
+                variant=spec.variant,
+                revision=spec.revision,
+                **hub_arguments("model", spec.model),
             )
+    except InputError:
+        raise
     except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, InputError):
+        raise _not_loaded(spec, error) from error
+    except Exception as error:
+        # What the user put together may not fit together: a class, or a file and its base.
+        if is_out_of_memory(error) or (spec.pipeline is None and spec.single_file is None):
             raise
-        raise InputError(
-            "model", f"{spec.model!r} cannot be loaded: {_first_line(error)}"
-        ) from error
+        raise _not_loaded(spec, error) from error
     set_up(pipe, spec, device)
     return LoadedPipeline(pipe, spec, device, call_defaults(spec, pipeline_class))
+
+
+def _not_loaded(spec: ModelSpec, error: Exception) -> InputError:
+    """One sentence: what does not fit together, and the variants where only the name is wrong."""
+    found = _variants(Path(spec.model))
+    if spec.variant not in found and found and spec.single_file is None:
+        words = [name for name in found if name] + ["none"] * (None in found)
+        return InputError(
+            "variant",
+            f"expected {listed(words)} for {spec.model!r}, got {spec.variant or 'none'!r}",
+        )
+    option, beside = "model", ""
+    if spec.pipeline is not None:
+        option, beside = "pipeline", f" as {spec.pipeline}"
+    elif spec.base is not None:
+        option, beside = "base", f" beside {spec.base!r}"
+    return InputError(option, f"{spec.model!r} cannot be loaded{beside}: {_first_line(error)}")
+
+
+def _variants(folder: Path) -> set[str | None]:
+    """The variants of the weights in a model folder; None stands for weights without one."""
+    names = [p.name for p in folder.glob("*/*.safetensors")]
+    names += [p.name for p in folder.glob("*/*.bin")]
+    matches = (_WEIGHTS.fullmatch(name) for name in names)
+    return {match[1] for match in matches if match is not None}
 
 
 def call_defaults(spec: ModelSpec, pipeline_class: type[DiffusionPipeline]) -> dict[str, Json]:
@@ -111,13 +151,18 @@ def resolve_device(spec: ModelSpec) -> torch.device:
 
 
 def _class_name(spec: ModelSpec) -> str:
-    place = spec.model
+    option, place, role = "model", spec.model, ""
     if spec.single_file is not None:
         place = spec.base or _default_base(spec.single_file)
+        option = "base"
+        role = "" if spec.base else f"the other components of {spec.model!r} come from "
+    where = hub_arguments(option, place, role=role)
     try:
-        index = DiffusionPipeline.load_config(place, revision=spec.revision)
+        index = DiffusionPipeline.load_config(place, revision=spec.revision, **where)
     except (OSError, ValueError) as error:
-        raise InputError("model", f"{place!r} cannot be loaded: {_first_line(error)}") from error
+        raise InputError(
+            option, f"{role}{place!r} cannot be loaded: {_first_line(error)}"
+        ) from error
     return str(index["_class_name"])
 
 
@@ -129,7 +174,13 @@ def _default_base(path: Path) -> str:
     )
 
     try:
-        return str(fetch_diffusers_config(load_single_file_checkpoint(str(path)))[_PRETRAINED])
+        weights = load_single_file_checkpoint(str(path))
+    except Exception as error:  # each format's reader has errors of its own
+        if is_out_of_memory(error):
+            raise
+        raise InputError("model", f"{str(path)!r} cannot be read: {_first_line(error)}") from error
+    try:
+        return str(fetch_diffusers_config(weights)[_PRETRAINED])
     except (KeyError, OSError, ValueError) as error:
         raise InputError("base", f"not known for {str(path)!r}; name a pipeline") from error
 
@@ -142,11 +193,12 @@ def _from_single_file(
 ) -> DiffusionPipeline:
     """A whole checkpoint, or a denoiser alone beside the base pipeline's other components."""
     base = spec.base or _default_base(path)
+    where = hub_arguments("base", base)
     if path.suffix != ".gguf" and _is_whole(path):
         if not hasattr(pipeline_class, "from_single_file"):
             raise InputError("model", f"{pipeline_class.__name__} cannot be read from one file")
-        return pipeline_class.from_single_file(str(path), config=base, **_typed(dtype))
-    index = DiffusionPipeline.load_config(base, revision=spec.revision)
+        return pipeline_class.from_single_file(str(path), config=base, **_typed(dtype), **where)
+    index = DiffusionPipeline.load_config(base, revision=spec.revision, **where)
     name = next((n for n in _DENOISERS if n in index), "")
     model_class = getattr(diffusers, index[name][1], None) if name else None
     if model_class is None or not hasattr(model_class, "from_single_file"):
@@ -157,10 +209,15 @@ def _from_single_file(
             raise InputError("model", "a .gguf file needs the package gguf: pip install gguf")
         quantized["quantization_config"] = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
     denoiser = model_class.from_single_file(
-        str(path), config=base, subfolder=name, **_typed(dtype), **quantized
+        str(path), config=base, subfolder=name, **_typed(dtype), **quantized, **where
     )
     return pipeline_class.from_pretrained(
-        base, **_typed(dtype), variant=spec.variant, revision=spec.revision, **{name: denoiser}
+        base,
+        **_typed(dtype),
+        variant=spec.variant,
+        revision=spec.revision,
+        **{name: denoiser},
+        **where,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,8 @@ from diffusers import DiffusionPipeline
 from dit_graphs import GraphConfig
 from dit_graphs.pipelines.acceleration import acceleration_of
 
-from .arguments import call_arguments, check_names
+from .arguments import call_arguments, check_names, check_reference
+from .calling import call
 from .errors import InputError
 from .fitting import fitted, size_changes
 from .inputs import InputFile, open_images
@@ -33,6 +33,7 @@ from .record import make_record
 from .request import GenerateRequest, Json, json_key
 from .save import check_output, save_media, slug
 from .serving import keeping_partners, serving
+from .setup import has_ip_adapter
 from .stages import StageClock
 from .usage import GraphUse, counts
 
@@ -126,6 +127,7 @@ def generate_items(
     """
     loaded = serving(loaded, request)
     check_names(type(loaded.pipe), request)  # a default of the model is not a subject
+    check_reference(type(loaded.pipe), request, has_adapter=has_ip_adapter(loaded.pipe))
     request = complete(loaded, request)
     graphs = graphs or _graphs_of(loaded.pipe)
     opened = open_images(request)
@@ -185,7 +187,7 @@ def _run(
         # On the CPU: the same seed then starts from the same noise on every device.
         arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
     before = counts(pipe)
-    output = _call(pipe, arguments, clock)
+    output = call(pipe, arguments, clock)
     after = counts(pipe)
     media = media_of(output)
     record = make_record(
@@ -198,24 +200,6 @@ def _run(
     )
     use = GraphUse.between(before, after)
     return Item(request.seed, media, record, dict(clock.seconds), clock.num_steps, use)
-
-
-def _call(pipe: DiffusionPipeline, arguments: dict[str, object], clock: StageClock) -> object:
-    """What the pipeline returns; a value it refuses before the first step is an `InputError`."""
-    try:
-        with clock.watch(pipe):
-            return pipe(**arguments)
-    except InputError:
-        raise
-    except (TypeError, ValueError) as error:
-        if clock.num_steps:
-            raise
-        problem = " ".join(str(error).split())
-        words = re.findall(r"\w+", problem.lower())
-        names = dict.fromkeys(word for word in words if word in arguments)
-        raise InputError(
-            ", ".join(names) or "request", f"{type(pipe).__name__} refuses it: {problem}"
-        ) from error
 
 
 def _save(loaded: LoadedPipeline, item: Item, naming: Naming, notes: Mapping[str, Json]) -> Item:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -37,8 +38,13 @@ def check_output(folder: Path) -> None:
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not place.is_dir():
         raise InputError("output", f"expected a folder, and {str(place)!r} is a file")
-    if not os.access(place, os.W_OK):
-        raise InputError("output", f"{str(place)!r} cannot be written to")
+    try:
+        # Asked for by doing it: permissions say nothing of full, read-only and virtual disks.
+        with tempfile.TemporaryDirectory(prefix=".", dir=place) as trial:
+            (Path(trial) / "file").write_bytes(b"0")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InputError("output", f"{str(place)!r} cannot be written to: {why}") from error
 
 
 def slug(text: str | None) -> str:

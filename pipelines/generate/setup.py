@@ -14,9 +14,12 @@ import torch
 from diffusers import DiffusionPipeline
 
 from .errors import InputError, listed
+from .hub import hub_arguments, is_on_disk
 from .model import ModelSpec
 
-__all__ = ["set_up"]
+__all__ = ["has_ip_adapter", "set_up"]
+
+_ADAPTER_FILES = (".safetensors", ".bin")
 
 
 def set_up(pipe: DiffusionPipeline, spec: ModelSpec, device: torch.device) -> None:
@@ -61,8 +64,9 @@ def _load_lora(pipe: DiffusionPipeline, spec: ModelSpec) -> None:
     names = [f"lora_{index}" for index in range(len(spec.lora))]
     for name, adapter in zip(names, spec.lora, strict=True):
         folder, weight_name = _split_place(adapter.path)
+        where = hub_arguments("lora", folder)
         try:
-            pipe.load_lora_weights(folder, weight_name=weight_name, adapter_name=name)
+            pipe.load_lora_weights(folder, weight_name=weight_name, adapter_name=name, **where)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             line = str(error).strip().partition("\n")[0]
             raise InputError("lora", f"{adapter.path!r} cannot be loaded: {line}") from error
@@ -78,14 +82,39 @@ def _load_ip_adapter(pipe: DiffusionPipeline, spec: ModelSpec) -> None:
         raise InputError("ip_adapter", f"{type(pipe).__name__} takes no IP-Adapter")
     folder, weight_name = _split_place(adapter.path)
     if weight_name is None:
-        raise InputError("ip_adapter", f"expected a weight file, got {adapter.path!r}")
+        weight_name = _adapter_file(folder)
     subfolder, _, file_name = weight_name.rpartition("/")
+    where = hub_arguments("ip_adapter", folder)
     try:
-        pipe.load_ip_adapter(folder, subfolder=subfolder, weight_name=file_name)
+        pipe.load_ip_adapter(folder, subfolder=subfolder, weight_name=file_name, **where)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         line = str(error).strip().partition("\n")[0]
         raise InputError("ip_adapter", f"{adapter.path!r} cannot be loaded: {line}") from error
     pipe.set_ip_adapter_scale(adapter.scale)
+
+
+def has_ip_adapter(pipe: DiffusionPipeline) -> bool:
+    """Whether IP-Adapter weights act in the denoiser; each kind keeps its projection elsewhere."""
+    denoiser = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
+    hidden = getattr(denoiser, "encoder_hid_proj", None)
+    return hasattr(hidden, "image_projection_layers") or (
+        getattr(denoiser, "image_proj", None) is not None
+    )
+
+
+def _adapter_file(folder: str) -> str:
+    """The one weight file of an IP-Adapter's folder, relative to it; an image encoder is none."""
+    if not is_on_disk(folder):
+        raise InputError("ip_adapter", f"expected a weight file in it, got {folder!r}")
+    inside = sorted(path for path in Path(folder).rglob("*") if path.suffix in _ADAPTER_FILES)
+    files = [path for path in inside if not (path.parent / "config.json").is_file()]
+    # the same weights in two formats are one choice, and .safetensors is it
+    found = {path.with_suffix(""): path for path in sorted(files, key=lambda p: p.suffix)}
+    names = [path.relative_to(folder).as_posix() for path in found.values()]
+    if len(names) == 1:
+        return names[0]
+    expected = listed(f"{folder}/{name}" for name in sorted(names)) or "a folder with a weight file"
+    raise InputError("ip_adapter", f"expected {expected}, got {folder!r}")
 
 
 def _split_place(place: str) -> tuple[str, str | None]:

@@ -20,11 +20,15 @@ __all__ = ["StageClock"]
 
 
 class StageClock:
-    """Seconds per stage, in order. Every mark waits for the device, so a stage pays for itself."""
+    """Seconds per stage, in order. Every mark waits for the device, so a stage pays for itself.
+
+    `has_no_step`: a pipeline began to denoise and had nothing to do.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self.num_steps = 0
+        self.has_no_step = False
         self._device = device
         self._start = 0.0
 
@@ -48,7 +52,9 @@ class StageClock:
         def progress_bar(*args: object, **kwargs: object) -> _WatchedBar:
             self._add("encode" if not self.num_steps else "decode")
             bar = opened(*args, **kwargs)
-            self.num_steps += int(getattr(bar, "total", 0) or 0)
+            total = getattr(bar, "total", None)
+            self.num_steps += int(total or 0)
+            self.has_no_step = total == 0 and not self.num_steps
             return _WatchedBar(bar, lambda: self._add("denoise"))
 
         self.num_steps = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -266,3 +267,14 @@ def test_ctrl_c_inside_an_import_is_an_interrupt_though_a_library_wraps_it(
     monkeypatch.setattr(COMMANDS["doctor"], "run", run)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted; no file was finished\n"
+
+
+def test_a_disk_that_fails_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(given: Given) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/a.png")
+
+    monkeypatch.setattr(COMMANDS["doctor"], "run", run)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "dit-graphs: out/a.png: No space left on device\n"

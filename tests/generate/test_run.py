@@ -137,6 +137,28 @@ def test_a_size_the_pipeline_refuses_is_an_input_error_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("strength", [0.3, 0.0])
+def test_b52_a_strength_that_leaves_no_step_is_refused_where_the_pipeline_goes_on(
+    strength: float, tmp_path: Path
+) -> None:
+    """Two steps of 0.3: SDXL cuts it to none, and fails on an empty tensor or draws nothing."""
+    components = tiny.build("sdxl").components
+    own = diffusers.StableDiffusionXLImg2ImgPipeline
+    keys, _ = own._get_signature_keys(own)
+    pipe = own(**{key: part for key, part in components.items() if key in keys})
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    given = {"image": str(tmp_path / "a.png"), "num_inference_steps": 2}
+    with pytest.raises(InputError) as caught:
+        generate(pipe, "x", strength=strength, output=tmp_path / "out", **given)
+    assert caught.value.option == "num_inference_steps, strength"
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_step_at_all_is_no_picture(pipe: diffusers.ZImagePipeline) -> None:
+    with pytest.raises(InputError, match="expected at least one denoising step, got none"):
+        generate(pipe, "x", height=32, width=32, set={"sigmas": [], "max_sequence_length": 32})
+
+
 def test_an_error_inside_the_loop_is_not_blamed_on_the_user(
     pipe: diffusers.ZImagePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

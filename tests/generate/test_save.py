@@ -177,6 +177,20 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
             check_output(path)
 
 
+def test_a_place_that_takes_no_file_is_refused_whatever_its_permissions_say() -> None:
+    """Nobody can write there, and `os.access` says that root can."""
+    if not Path("/proc/self").exists():
+        pytest.skip("needs /proc")
+    with pytest.raises(InputError, match=r"^output: '/proc' cannot be written to: "):
+        check_output(Path("/proc/new"))
+
+
+def test_asking_for_a_place_leaves_nothing(tmp_path: Path) -> None:
+    check_output(tmp_path / "a" / "b")
+    check_output(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_slug() -> None:
     assert slug("A red  heart!") == "a-red-heart"
     assert slug("../../etc/passwd") == "etc-passwd"

@@ -1,0 +1,53 @@
+"""Owns how a function and its flags become a command of the typer application.
+
+Must never know which commands there are. The surprising fact: Ctrl-C may arrive while a library is
+imported, and the library then raises an error of its own around it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import typer
+
+from .codes import INTERRUPTED
+from .flags import Flag, Given
+
+__all__ = ["command"]
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    run: Callable[[Given], int],
+    arguments: Iterable[inspect.Parameter],
+    flags: Iterable[Flag],
+) -> None:
+    """Add `run` to `app` as command `name`; its docstring is the help, its result the exit code."""
+
+    def called(**values: Any) -> int:
+        try:
+            return run(Given(values))
+        except BaseException as error:  # the library under typer would end without a word
+            if not _is_interrupt(error):
+                raise
+            print("interrupted; no file was finished", file=sys.stderr)
+            return INTERRUPTED
+
+    parameters = [*arguments, *(flag.parameter() for flag in flags)]
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    # One line per paragraph: the terminal, not the source, decides where lines end.
+    paragraphs = inspect.cleandoc(run.__doc__ or "").split("\n\n")
+    called.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    called.__annotations__ = {}
+    app.command(name)(called)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Ctrl-C, also where it came while a library was imported that answers with its own error."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

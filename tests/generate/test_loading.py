@@ -1,0 +1,152 @@
+"""What cannot be loaded is said in one sentence that names the option and what would do."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import diffusers
+import pytest
+import tiny
+import torch
+from huggingface_hub import constants
+from PIL import Image
+from safetensors.torch import save_file
+
+from dit_graphs.pipelines.generate import (
+    GenerateRequest,
+    InputError,
+    ModelSpec,
+    check_reference,
+    generate,
+    load_pipeline,
+    resolve_class,
+)
+from dit_graphs.pipelines.generate.setup import _adapter_file
+
+
+@pytest.fixture(scope="module")
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdxl")
+    tiny.build("sdxl").save_pretrained(folder, variant="fp16")
+    return folder
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_hub_out_of_reach_is_said_at_once_and_as_such(no_network: None) -> None:
+    """The hub's library tries for half a minute, then says that the repository lacks a file."""
+    start = time.perf_counter()
+    with pytest.raises(InputError) as caught:
+        resolve_class(ModelSpec(model="owner/name"))
+    assert time.perf_counter() - start < 5
+    assert caught.value.option == "model"
+    assert caught.value.problem == (
+        "'owner/name' is no folder here and was not downloaded before, and the hub at "
+        "huggingface.co cannot be reached: Name or service not known"
+    )
+
+
+def test_what_was_downloaded_is_used_without_the_hub(no_network: None) -> None:
+    place = Path(constants.HF_HUB_CACHE) / "models--owner--name"
+    (place / "snapshots" / "0").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0")
+    (place / "snapshots" / "0" / "model_index.json").write_text(
+        '{"_class_name": "ZImagePipeline", "_diffusers_version": "0.38.0"}'
+    )
+    assert resolve_class(ModelSpec(model="owner/name")) is diffusers.ZImagePipeline
+
+
+def test_the_other_components_of_a_file_are_named_with_the_option_for_them(
+    no_network: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"model.diffusion_model.x": torch.zeros(1)}, path)
+    with pytest.raises(InputError, match=r"^base: the other components of .* come from 'stable-"):
+        resolve_class(ModelSpec(model=str(path)))
+
+
+def test_a_file_cut_short_is_said_to_be_unreadable(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(100)}, path)
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(InputError, match=r"^model: '.*x.safetensors' cannot be read: "):
+        resolve_class(ModelSpec(model=str(path)))
+
+
+@pytest.mark.parametrize(("asked", "got"), [(None, "'none'"), ("bf16", "'bf16'")])
+def test_a_wrong_variant_lists_those_the_folder_has(
+    sdxl: Path, asked: str | None, got: str
+) -> None:
+    with pytest.raises(InputError, match=rf"^variant: expected fp16 for '.*', got {got}$"):
+        load_pipeline(ModelSpec(model=str(sdxl), variant=asked))
+
+
+@pytest.mark.parametrize("name", ["WanPipeline", "FluxPipeline"])
+def test_a_class_that_does_not_fit_the_model_is_named(sdxl: Path, name: str) -> None:
+    spec = ModelSpec(model=str(sdxl), pipeline=name, variant="fp16")
+    with pytest.raises(InputError, match=rf"^pipeline: '.*' cannot be loaded as {name}: "):
+        load_pipeline(spec)
+
+
+def test_a_file_that_does_not_fit_its_base_is_named(sdxl: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file(tiny.build("flux").transformer.state_dict(), path)
+    spec = ModelSpec(model=str(path), base=str(sdxl), variant="fp16")
+    with pytest.raises(InputError, match=r"^base: '.*x.safetensors' cannot be loaded beside '"):
+        load_pipeline(spec)
+
+
+def test_an_adapters_folder_stands_for_its_one_weight_file(tmp_path: Path) -> None:
+    encoder = tmp_path / "models" / "image_encoder"
+    encoder.mkdir(parents=True)
+    (encoder / "config.json").touch()
+    (encoder / "model.safetensors").touch()
+    with pytest.raises(InputError, match="expected a folder with a weight file, got"):
+        _adapter_file(str(tmp_path))
+    (tmp_path / "models" / "a.bin").touch()
+    assert _adapter_file(str(tmp_path)) == "models/a.bin"
+    (tmp_path / "models" / "a.safetensors").touch()
+    assert _adapter_file(str(tmp_path)) == "models/a.safetensors"
+    (tmp_path / "models" / "b.safetensors").touch()
+    with pytest.raises(InputError, match=r"expected .*models/a.safetensors or .*/b.safetensors"):
+        _adapter_file(str(tmp_path))
+
+
+def test_an_adapter_and_its_reference_picture_belong_together(tmp_path: Path) -> None:
+    """Each alone was a traceback from deep inside the denoiser or the encoder."""
+    own = diffusers.StableDiffusionXLPipeline
+    alone = GenerateRequest(prompt="x")
+    with pytest.raises(InputError, match=r"^ip_adapter_image: an IP-Adapter needs one"):
+        check_reference(own, alone, has_adapter=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(InputError, match=r"^ip_adapter: a reference picture needs one"):
+        generate(tiny.build("sdxl"), "x", ip_adapter_image=str(tmp_path / "a.png"))
+    check_reference(own, alone, has_adapter=False)
+    check_reference(diffusers.ZImagePipeline, alone, has_adapter=True)
+
+
+def test_a_package_a_pipeline_forgot_to_look_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny.build("z-image")
+
+    def encode(*_: object, **__: object) -> None:
+        ftfy  # type: ignore[name-defined] # noqa: B018, F821
+
+    monkeypatch.setattr(pipe, "encode_prompt", encode)
+    with pytest.raises(InputError, match=r"^model: ZImagePipeline needs a .*: pip install ftfy$"):
+        generate(pipe, "x", height=32, width=32)
+    monkeypatch.setattr(pipe, "encode_prompt", lambda *_, **__: nowhere)  # noqa: F821
+    with pytest.raises(NameError, match="nowhere"):
+        generate(pipe, "x", height=32, width=32)
