@@ -21,6 +21,7 @@ from dit_graphs.pipelines.generate import (
     ModelSpec,
     check_names,
     check_reference,
+    check_sizes,
     complete,
     load_pipeline,
     open_images,
@@ -73,6 +74,8 @@ def open_session(
     if note is not None:
         say(note)
     _be_quiet()
+    if checks:
+        check_sizes(spec, pipeline_class, requests)
     libraries = time.perf_counter() - since
     loaded = load_pipeline(spec)
     accelerate(loaded, config, is_bundled=is_bundled)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .load import LoadedPipeline, load_pipeline, resolve_class, resolve_device
     from .partners import partner_class, serving_class
     from .record import BUNDLED, changes, read_record
+    from .rehearsal import check_sizes
     from .run import Item, Naming, complete, generate, generate_items
     from .save import check_output
     from .serving import serving
@@ -46,6 +47,7 @@ __all__ = [
     "check_names",
     "check_output",
     "check_reference",
+    "check_sizes",
     "complete",
     "generate",
     "generate_batch",
@@ -70,6 +72,7 @@ _MODULES = {
     "load": ("LoadedPipeline", "load_pipeline", "resolve_class", "resolve_device"),
     "partners": ("partner_class", "serving_class"),
     "record": ("BUNDLED", "changes", "read_record"),
+    "rehearsal": ("check_sizes",),
     "run": ("Item", "Naming", "complete", "generate", "generate_items"),
     "save": ("check_output",),
     "serving": ("serving",),

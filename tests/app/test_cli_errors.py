@@ -136,6 +136,12 @@ def test_b75_a_wrong_option_is_one_sentence_and_exit_code_2(
     assert "Traceback" not in done.err
 
 
+def test_a_size_is_refused_before_the_weights_are_read(
+    refused: tuple[Path, dict[tuple[str, str], Done]],
+) -> None:
+    assert refused[1]["--height", "100"].out == ""
+
+
 def test_nothing_was_written_for_any_of_them(
     refused: tuple[Path, dict[tuple[str, str], Done]],
 ) -> None:

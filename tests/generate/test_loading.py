@@ -18,7 +18,9 @@ from dit_graphs.pipelines.generate import (
     GenerateRequest,
     InputError,
     ModelSpec,
+    accepted_names,
     check_reference,
+    check_sizes,
     generate,
     load_pipeline,
     resolve_class,
@@ -107,6 +109,39 @@ def test_a_file_that_does_not_fit_its_base_is_named(sdxl: Path, tmp_path: Path) 
     spec = ModelSpec(model=str(path), base=str(sdxl), variant="fp16")
     with pytest.raises(InputError, match=r"^base: '.*x.safetensors' cannot be loaded beside '"):
         load_pipeline(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "wrong"),
+    [
+        ("z-image", diffusers.ZImagePipeline, {"height": 100}),
+        ("z-image", diffusers.ZImageImg2ImgPipeline, {"height": 100, "width": 64}),
+        ("sdxl", diffusers.StableDiffusionXLPipeline, {"width": 33, "height": 64}),
+        ("wan", diffusers.WanPipeline, {"height": 40, "width": 64}),
+        ("sd3", diffusers.StableDiffusion3Pipeline, {"height": 60}),
+        ("flux", diffusers.FluxPipeline, None),
+        ("qwen-image", diffusers.QwenImagePipeline, None),
+    ],
+)
+def test_a_size_is_refused_without_a_weight(
+    name: str, own: type[diffusers.DiffusionPipeline], wrong: dict[str, int] | None, tmp_path: Path
+) -> None:
+    """The folder has no weights left; what the loaded pipeline takes must pass all the same."""
+    tiny.build(name).save_pretrained(tmp_path)
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    spec = ModelSpec(model=str(tmp_path))
+    given: dict[str, object] = {"prompt": "x"}
+    if "image" in accepted_names(own):
+        given["image"] = str(tmp_path / "a.png")
+    right = GenerateRequest.from_mapping({**given, "height": 64, "width": 64})
+    check_sizes(spec, own, [right])
+    if wrong is not None:
+        bad = GenerateRequest.from_mapping({**given, **wrong})
+        with pytest.raises(InputError, match=r"refuses it: .*(divisible|multiple)") as caught:
+            check_sizes(spec, own, [right, bad])
+        assert "height" in caught.value.option
 
 
 def test_an_adapters_folder_stands_for_its_one_weight_file(tmp_path: Path) -> None:
