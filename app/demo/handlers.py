@@ -71,13 +71,13 @@ class Handlers:
 
     def _entries(self, history: History) -> list[tuple[str, str]]:
         return [
-            (str(self.studio.publish(path)), f"seed {finished.item.seed}")
+            (str(self.studio.publish(path, finished.item.record)), f"seed {finished.item.seed}")
             for finished in history
             for path in finished.item.files[:1]
         ]
 
     def _details(self, finished: Finished) -> tuple[object, object, object]:
-        path = str(self.studio.publish(finished.item.files[0]))
+        path = str(self.studio.publish(finished.item.files[0], finished.item.record))
         download = gr.DownloadButton(value=path, visible=True)
         return details_html(finished), download, gr.Button(visible=True)
 

@@ -147,9 +147,10 @@ def _controls(parts: Parts, studio: Studio) -> None:
             label="JSON", value=start.extra, lines=2, elem_id="dg-extra",
             info="Anything else the pipeline takes.",
         )  # fmt: skip
+    kind = "an MP4" if studio.is_video else "a PNG"
     parts.named["restore"] = gr.File(
-        label="Restore the settings of a PNG or JSON made here", type="filepath",
-        file_types=[".png", ".json"], elem_id="dg-restore", height=96,
+        label=f"Restore the settings of {kind} or JSON made here",
+        type="filepath", file_types=[".png", ".mp4", ".json"], elem_id="dg-restore", height=96,
     )  # fmt: skip
     parts.named["restored"] = gr.HTML("", elem_id="dg-restored")
 

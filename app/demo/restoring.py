@@ -11,12 +11,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 from PIL import Image
 
 from dit_graphs.pipelines.generate import Adapter, GenerateRequest, InputError, Json, read_record
 
+from . import films
 from .form import Form, request_of
 from .modes import Mode, ModePlan
 from .problems import problem_of
@@ -38,7 +40,7 @@ class Restored:
 
 
 def restore_form(path: Path, studio: Studio, may_open: Callable[[str], bool]) -> Restored:
-    """The form that made this PNG or sidecar. Raises `InputError` where it holds no record.
+    """The form that made this PNG, MP4 or sidecar. Raises `InputError` where it holds no record.
 
     `may_open` says which input pictures the record names may be shown again. A file of another
     model is restored as far as its settings go, with a note.
@@ -52,9 +54,7 @@ def restore_form(path: Path, studio: Studio, may_open: Callable[[str], bool]) ->
 
 
 def _restored(path: Path, studio: Studio, may_open: Callable[[str], bool]) -> Restored:
-    if path.suffix.lower() != ".png" and path.stat().st_size > _MAX_JSON_BYTES:
-        raise InputError("from", f"expected at most {_MAX_JSON_BYTES >> 20} MiB of JSON")
-    record = read_record(path)
+    record = _record(path)
     request = GenerateRequest.from_mapping(cast(Mapping[str, Json], record["request"]))
     if any((getattr(request, name) or 0) > _MAX_SHOWN for name in _NUMBERS):
         raise InputError("from", "the record in this file holds impossible numbers")
@@ -93,6 +93,17 @@ def _restored(path: Path, studio: Studio, may_open: Callable[[str], bool]) -> Re
         fps=request.fps,
     )
     return Restored(form, (*notes, *_refusal(form, studio)))
+
+
+def _record(path: Path) -> dict[str, Json]:
+    if path.suffix.lower() == films.SUFFIX:
+        with TemporaryDirectory() as folder:  # a film's record is checked as a sidecar is
+            sidecar = Path(folder) / path.name
+            sidecar.write_text(films.record_text(path), encoding="utf-8")
+            return read_record(sidecar)
+    if path.suffix.lower() != ".png" and path.stat().st_size > _MAX_JSON_BYTES:
+        raise InputError("from", f"expected at most {_MAX_JSON_BYTES >> 20} MiB of JSON")
+    return read_record(path)
 
 
 def _refusal(form: Form, studio: Studio) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,10 +22,11 @@ from dit_graphs.cache import Entry, GraphCache
 from dit_graphs.memory import device_state
 from dit_graphs.pipelines import stats
 from dit_graphs.pipelines.acceleration import Acceleration, acceleration_of
-from dit_graphs.pipelines.generate import BUNDLED, Adapter, InputError, LoadedPipeline
+from dit_graphs.pipelines.generate import BUNDLED, Adapter, InputError, Json, LoadedPipeline
 from dit_graphs.pipelines.generate.serving import partner_of
 from dit_graphs.pipelines.generate.setup import set_up
 
+from . import films
 from .form import Limits
 from .jobs import JobQueue
 from .loras import LoraShelf
@@ -154,12 +155,22 @@ class Studio:
                 raise
         self._adapters = adapters
 
-    def publish(self, path: Path) -> Path:
-        """A file's copy where the web server may read it: the page never gets the output folder."""
-        if self.output == self.shown:
+    def publish(self, path: Path, record: Mapping[str, Json] | None = None) -> Path:
+        """A file's copy where the web server may read it: the page never gets the output folder.
+
+        A film's copy carries `record`, as a picture does by itself.
+        """
+        is_film = record is not None and path.suffix == films.SUFFIX
+        if self.output == self.shown and not is_film:
             return path
-        copy = self.shown / path.name
+        folder = self.shown / "films" if is_film else self.shown
+        folder.mkdir(exist_ok=True)
+        copy = folder / path.name
+        if is_film and copy.exists():  # names are taken once
+            return copy
         shutil.copyfile(path, copy)
+        if is_film and record is not None:
+            films.stamp(copy, record)
         return copy
 
     @property
