@@ -55,6 +55,11 @@ class Comparison:
         """Whether both runs with graphs drew exactly what eager drew."""
         return self.first_difference.is_zero and self.difference.is_zero
 
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether any call of the two runs with graphs came from one."""
+        return any(run.item.graph_use.replays for run in (self.first, self.graphs))
+
 
 def compare(studio: Studio, form: Form, job: Job) -> None:
     """Adds one `Comparison` of the form's request to the job; its count is taken as one."""

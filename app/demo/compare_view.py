@@ -10,6 +10,7 @@ from PIL import Image
 
 from .compare import Comparison, Difference
 from .markup import data_uri, millis, text
+from .verdict import reasons_in_words, source_of
 from .work import Finished
 
 __all__ = ["comparison_html", "empty_comparison_html"]
@@ -32,13 +33,24 @@ def comparison_html(comparison: Comparison, device: str) -> str:
         f'<div class="dg-compare" data-state="{state}">{_verdict(comparison)}'
         '<div class="dg-compare-row">'
         f"{_figure(_picture(eager), 'Plain eager', millis(_seconds(eager) * 1e3))}"
-        f"{_figure(_picture(graphs), 'With graphs', millis(_seconds(graphs) * 1e3))}"
+        f"{_figure(_picture(graphs), _title(comparison), millis(_seconds(graphs) * 1e3))}"
         f"{_figure(_worst(comparison).picture, 'Difference', _pixels(_worst(comparison)))}"
         f"</div>{_times(comparison)}{_in_sum(comparison, device)}</div>"
     )
 
 
+def _title(comparison: Comparison) -> str:
+    return "With graphs" if comparison.uses_graphs else "No graph was used"
+
+
 def _verdict(comparison: Comparison) -> str:
+    if comparison.is_equal and not comparison.uses_graphs:
+        why = reasons_in_words(comparison.graphs.item.graph_use)
+        return (
+            '<p class="dg-verdict-big dg-note"><strong>Nothing to compare.</strong> No call '
+            f"came from a graph{text(f': {why}' * bool(why))}. All three runs were plain eager, so "
+            "equal pixels say nothing about graphs.</p>"
+        )
     if comparison.is_equal:
         return (
             '<p class="dg-verdict-big dg-good"><strong>Same pixels.</strong> '
@@ -83,11 +95,20 @@ def _denoise(finished: Finished) -> float:
     return seconds.get("denoise", finished.item.total_seconds)
 
 
+def _source(finished: Finished) -> str:
+    return source_of(finished.item.graph_use)
+
+
 def _times(comparison: Comparison) -> str:
     runs = [
         ("plain eager", "eager", comparison.eager, "every call eager, graphs off"),
-        ("graphs, first run", "mixed", comparison.first, comparison.first.line),
-        ("graphs, timed run", "graph", comparison.graphs, comparison.graphs.line),
+        ("graphs, first run", _source(comparison.first), comparison.first, comparison.first.line),
+        (
+            "graphs, timed run",
+            _source(comparison.graphs),
+            comparison.graphs,
+            comparison.graphs.line,
+        ),
     ]
     longest = max(_seconds(run) for _, _, run, _ in runs) or 1.0
     rows = "".join(
@@ -103,6 +124,8 @@ def _times(comparison: Comparison) -> str:
 
 def _in_sum(comparison: Comparison, device: str) -> str:
     """How much faster, where that means anything."""
+    if not comparison.uses_graphs:
+        return ""
     if device == "cuda":
         ratio = _denoise(comparison.eager) / max(_denoise(comparison.graphs), 1e-9)
         return (

@@ -37,6 +37,7 @@ from .rewriting import rewrite
 from .steps import watch_steps
 from .studio import GraphSnapshot, Studio
 from .trace import RunTrace, TraceRecorder
+from .verdict import use_line
 
 __all__ = [
     "Finished",
@@ -151,7 +152,7 @@ def run_once(
         request=request,
         trace=recorder.trace(title).with_gpu(meter.stages),
         snapshot=studio.refresh(),
-        line=item.graph_use.line(loaded.device),
+        line=use_line(item.graph_use, loaded.device),
         note=guidance_note(pipe, request) or "",
     )
 
