@@ -87,8 +87,8 @@ class Filler:
     @property
     def mode_outputs(self) -> list[object]:
         """What a mode shows or hides, in order."""
-        tabs = [self.parts["modes"]] if "modes" in self.parts.named else []
-        return [self.parts["inputs"], self.parts["image_2"], self.parts["negative_prompt"], *tabs]
+        names = ("inputs", "image_2", "negative_prompt", "modes")
+        return [self.parts[name] for name in names]
 
     def restore(self, path: str | None) -> list[object]:
         """Every field as it was when the file was made, or why not."""
@@ -115,14 +115,12 @@ class Filler:
 
     def _shown(self, mode: Mode, *, is_tab_moved: bool) -> list[object]:
         plan = self.studio.plan(mode)
-        updates: list[object] = [
+        return [
             gr.Column(visible=plan.takes_image),
             gr.Image(visible=mode is Mode.EDIT),
             gr.Textbox(visible="negative_prompt" in plan.takes),
+            gr.Tabs(selected=mode.value) if is_tab_moved else gr.skip(),
         ]
-        if "modes" in self.parts.named:
-            updates.append(gr.Tabs(selected=mode.value) if is_tab_moved else gr.skip())
-        return updates
 
 
 def _values(form: Form, start: Form) -> list[object]:

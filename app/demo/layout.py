@@ -92,14 +92,13 @@ def _controls(parts: Parts, studio: Studio) -> None:
     start = start_form(studio)
     fields = parts.fields
     takes = studio.plans[0].takes
-    if len(studio.plans) > 1:
-        with gr.Tabs(elem_id="dg-modes", selected=studio.plans[0].mode.value) as modes:
-            for plan in studio.plans:
-                tab = gr.Tab(plan.mode.title, id=plan.mode.value)
-                parts.named[f"tab_{plan.mode.value}"] = tab
-                with tab:
-                    gr.HTML(f'<p class="dg-hint">{text(_HINTS.get(plan.mode, ""))}</p>')
-        parts.named["modes"] = modes
+    with gr.Tabs(elem_id="dg-modes", selected=studio.plans[0].mode.value) as modes:
+        for plan in studio.plans:
+            tab = gr.Tab(plan.mode.title, id=plan.mode.value)
+            parts.named[f"tab_{plan.mode.value}"] = tab
+            with tab:
+                gr.HTML(f'<p class="dg-hint">{text(_HINTS.get(plan.mode, ""))}</p>')
+    parts.named["modes"] = modes
     _image_fields(parts, studio)
     fields["prompt"] = gr.Textbox(
         label="Prompt", lines=3, max_lines=6, placeholder="a red heart", elem_id="dg-prompt"

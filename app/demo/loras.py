@@ -80,7 +80,8 @@ def _adapter(line: str, places: dict[str, str]) -> Adapter:
     name, colon, scale = line.rpartition(":")
     if line in places or not colon:
         name, scale = line, "1"
-    place = places.get(name.strip())
+    name = name.strip()
+    place = places.get(name) or places.get(name + _SUFFIX)
     if place is None:
         names = ", ".join(list(places)[:_MAX_NAMED])
         offered = f"expected one of {names}" if places else "no LoRA weights are offered here"

@@ -1,4 +1,5 @@
-// Owns what a server cannot do: the choice of light or dark, and honest names for bare controls.
+// Owns what a server cannot do: the choice of light or dark, honest names for bare controls, and
+// files dropped beside the fields.
 (() => {
   const KEY = "dit-graphs-theme";
   const apply = (name) => document.body.classList.toggle("dark", name === "dark");
@@ -22,6 +23,19 @@
       head.removeAttribute("aria-label");
     }
   };
+  // A file dropped beside a field would replace the page, and the run with it. It goes where the
+  // settings of a file made here are restored; over a picture that is there already it does nothing.
+  const hasFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+  const isBeside = (event) => hasFiles(event) && !event.target.closest?.(".upload-container");
+  document.addEventListener("dragover", (event) => { if (isBeside(event)) event.preventDefault(); });
+  document.addEventListener("drop", (event) => {
+    if (!isBeside(event)) return;
+    event.preventDefault();
+    const field = document.querySelector("#dg-restore input[type=file]");
+    if (!field || event.target.closest?.("#dg-inputs")) return;
+    field.files = event.dataTransfer.files;
+    field.dispatchEvent(new Event("change", {bubbles: true}));
+  });
   const start = () => {
     if (stored()) apply(stored());
     rename();

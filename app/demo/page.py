@@ -76,10 +76,8 @@ def _connect_fields(parts: Parts, filler: Filler, studio: Studio) -> None:
     parts["restore"].upload(filler.restore, [parts["restore"]], filler.outputs, **quick)
     parts["reuse"].click(filler.restore, [parts["download"]], filler.outputs, **quick)
     for plan in studio.plans:
-        tab = parts.named.get(f"tab_{plan.mode.value}")
-        if tab is not None:
-            outputs = [parts["mode"], *filler.mode_outputs]
-            tab.select(filler.switch(plan.mode), None, outputs, **quick)
+        outputs = [parts["mode"], *filler.mode_outputs]
+        parts[f"tab_{plan.mode.value}"].select(filler.switch(plan.mode), None, outputs, **quick)
 
 
 def launch(
