@@ -20,6 +20,7 @@ from . import work
 from .compare import Comparison, compare
 from .compare_view import comparison_html, empty_comparison_html
 from .filling import form_of
+from .form import Form
 from .graphs_panel import panel_html, running_panel_html
 from .jobs import Job, JobState, QueueFull
 from .markup import millis, plural, text
@@ -60,7 +61,7 @@ class Handlers:
             yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), panel, skip
         made = [result for result in job.results if isinstance(result, Finished)]
         history = [*made, *history][:_MAX_HISTORY]
-        stage = self._outcome(job, made)
+        stage = self._outcome(job, made, form)
         panel = self._panel(made[-1]) if made else self._stopped_panel(job)
         if not history:
             yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), panel, history
@@ -81,9 +82,9 @@ class Handlers:
         download = gr.DownloadButton(value=path, visible=True)
         return details_html(finished), download, gr.Button(visible=True)
 
-    def _outcome(self, job: Job, made: History) -> str:
+    def _outcome(self, job: Job, made: History, form: Form) -> str:
         if job.state is JobState.FAILED:
-            return error_html(self._problem(job))
+            return error_html(self._problem(job, form))
         if job.state is JobState.STOPPED:
             step = job.progress.step
             kept = f" {plural(len(made), self._thing)} finished before that." if made else ""
@@ -106,9 +107,10 @@ class Handlers:
             return gr.skip()
         return panel_html(self.studio.snapshot, live.trace, "The run ended before its last step.")
 
-    def _problem(self, job: Job) -> Problem:
+    def _problem(self, job: Job, form: Form | None = None) -> Problem:
         assert job.error is not None
-        return problem_of(job.error, self.studio.snapshot.held_bytes)
+        num_pictures = len(form.images) if form is not None else 0
+        return problem_of(job.error, self.studio.snapshot.held_bytes, num_pictures=num_pictures)
 
     def select(self, history: History, chosen: gr.SelectData) -> tuple[object, object, object]:
         """The parameters of the picture that was picked in the gallery."""
@@ -136,7 +138,7 @@ class Handlers:
         async for position in self._follow(job):
             yield running_html(job, position), live.update(job)
         if job.state is JobState.FAILED:
-            yield error_html(self._problem(job)), self._stopped_panel(job)
+            yield error_html(self._problem(job, form)), self._stopped_panel(job)
             return
         for result in job.results:
             if isinstance(result, Comparison):
@@ -159,11 +161,11 @@ class Handlers:
         async for position in self._follow(job):
             yield running_html(job, position), skip
         if job.state is JobState.FAILED:
-            yield error_html(self._problem(job)), skip
+            yield error_html(self._problem(job, form)), skip
         elif job.results and isinstance(job.results[0], Warmed):
             warmed = job.results[0]
             trace = history[0].trace if history else None
-            yield _warmed_html(warmed), panel_html(warmed.snapshot, trace)
+            yield _warmed_html(warmed, self.studio.backend), panel_html(warmed.snapshot, trace)
         else:
             yield status_html("Stopped."), skip
 
@@ -238,7 +240,10 @@ def _hidden() -> dict[str, object]:
     return gr.update(visible=False)  # type: ignore[no-any-return]
 
 
-def _warmed_html(warmed: Warmed) -> str:
+def _warmed_html(warmed: Warmed, backend: str) -> str:
+    if backend in ("none", "off"):
+        why = "there is no CUDA device" if backend == "none" else "graphs are off"
+        return status_html(f"Nothing to capture: {why}, so every call stays plain eager.")
     if not warmed.signatures:
         return status_html(f"Nothing new to capture ({millis(warmed.seconds * 1e3)}).")
     lines = "".join(f"<li>{text(name)}</li>" for name in warmed.signatures)

@@ -49,8 +49,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def problem_of(error: BaseException, held_bytes: int = 0) -> Problem:
-    """The words for `error`; `held_bytes` is what graphs hold on the device."""
+def problem_of(error: BaseException, held_bytes: int = 0, *, num_pictures: int = 0) -> Problem:
+    """The words for `error`; `held_bytes` is what graphs hold on the device.
+
+    `num_pictures` were given: no signature says whether a class takes a second one as a reference.
+    """
     if isinstance(error, InputError):
         name = _NAMES.get(error.option, error.option).replace("_", " ")
         return Problem(f"Check “{name}”", _sentence(error.problem))
@@ -66,7 +69,10 @@ def problem_of(error: BaseException, held_bytes: int = 0) -> Problem:
     if isinstance(error, GraphError):
         return Problem("Graphs refused this", _sentence(str(error)))
     words = " ".join(str(error).split())[:300]
-    return Problem(f"The pipeline failed: {type(error).__name__}", _sentence(words or "no message"))
+    advice = " Some models edit one picture only: try it without the second." * (num_pictures > 1)
+    return Problem(
+        f"The pipeline failed: {type(error).__name__}", _sentence(words or "no message") + advice
+    )
 
 
 def without_places(text: str) -> str:

@@ -17,6 +17,8 @@ from .work import Finished
 
 __all__ = ["details_html", "error_html", "idle_html", "running_html", "status_html"]
 
+_LONG = 200  # characters
+
 
 def idle_html(model: str) -> str:
     """Before the first picture."""
@@ -105,11 +107,12 @@ def details_html(finished: Finished) -> str:
     actual = f"{size['width']}×{size['height']}" if "width" in size else "–"
     if request.width and request.height and actual != f"{request.width}×{request.height}":
         actual += f" (asked for {request.width}×{request.height})"
+    frames = size.get("num_frames")
     rows = {
         "seed": item.seed,
         "size": actual,
-        "frames": size.get("num_frames"),
-        "steps": item.num_steps,
+        "frames": _and_asked(frames, request.num_frames),
+        "steps": _and_asked(item.num_steps, request.num_inference_steps),
         "guidance": request.guidance_scale,
         "strength": request.strength,
         "negative": request.negative_prompt,
@@ -119,17 +122,29 @@ def details_html(finished: Finished) -> str:
     if lora:
         rows["LoRA"] = lora
     cells = "".join(
-        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
+        f"<div><dt>{text(name)}</dt><dd>{_text(str(value))}</dd></div>"
         for name, value in rows.items()
         if value is not None
     )
     stages = ", ".join(f"{name} {millis(s * 1e3)}" for name, s in item.seconds.items())
     note = f'<p class="dg-note">{text(finished.note)}.</p>' if finished.note else ""
     return (
-        f'<div class="dg-details-card"><p class="dg-prompt">{text(request.prompt or "")}</p>'
+        f'<div class="dg-details-card"><div class="dg-prompt">{_text(request.prompt or "")}</div>'
         f'<dl class="dg-facts">{cells}</dl><p class="dg-quiet">{text(stages)}</p>'
         f'<p class="dg-line">{text(finished.line)}</p>{note}</div>'
     )
+
+
+def _and_asked(got: object, asked: int | None) -> object:
+    """What a pipeline made of a number: a strength takes fewer steps, a video whole groups."""
+    return got if got is None or asked in (None, got) else f"{got} (asked for {asked})"
+
+
+def _text(words: str) -> str:
+    """Escaped; a long text is cut to a few lines that open, so that the graphs stay in sight."""
+    if len(words) <= _LONG:
+        return text(words)
+    return f'<details class="dg-long"><summary>{text(words)}</summary></details>'
 
 
 def _lora(finished: Finished) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,20 @@ def chrome() -> Iterator[Chrome]:
     driver.set_script_timeout(60)
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def open_page(chrome: Chrome) -> Iterator[Callable[[str], DemoPage]]:
+    """Opens the demo at an address; left when the test is over."""
+    from demo_page import DemoPage
+
+    def opened(address: str) -> DemoPage:
+        page = DemoPage(chrome, address, AXE)
+        page.open()
+        return page
+
+    yield opened
+    chrome.get("about:blank")
 
 
 @pytest.fixture

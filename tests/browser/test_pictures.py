@@ -117,6 +117,50 @@ def test_a_dropped_picture_restores_the_settings_that_made_it(
     assert page.download() == path.read_bytes()
 
 
+def test_a_file_dropped_beside_the_fields_restores_and_never_replaces_the_page(
+    page: DemoPage, tmp_path: Path
+) -> None:
+    page.generate(prompt="a blue boat", seed=99, steps=2)
+    path = tmp_path / "boat.png"
+    path.write_bytes(page.download())
+    page.open()
+    page.script(
+        "window.kept = [];"
+        "for (const kind of ['dragover', 'drop'])"
+        "  addEventListener(kind, (event) => window.kept.push(event.defaultPrevented))"
+    )
+    page.drop("#dg-stage", path)
+    page.wait(lambda: "Settings restored." in page.text)
+    assert page.value("prompt") == "a blue boat"
+    assert page.script("return window.kept") == [True, True]
+    # over a picture that is there already it changes nothing, and the page stays
+    page.go_to("Image to image")
+    page.drop("#dg-image .upload-container", path)
+    page.wait(lambda: page.find("#dg-image img"))
+    page.fill(prompt="another")
+    page.drop("#dg-image img", path)
+    assert page.script("return window.kept.slice(-2)") == [True, True]
+    assert page.value("prompt") == "another"
+
+
+def test_a_long_prompt_leaves_the_graphs_in_sight(page: DemoPage) -> None:
+    prompt = "a red heart and " * 60
+    page.script(
+        "const field = document.querySelector('#dg-prompt textarea'); field.value = arguments[0];"
+        "field.dispatchEvent(new Event('input', {bubbles: true}))",
+        prompt,
+    )
+    page.fill(seed=7, steps=2)
+    page.press("run")
+    page.finished()
+    height = "return document.querySelector('.dg-prompt').getBoundingClientRect().height"
+    closed = page.script(height)
+    assert closed < 130
+    assert page.serious_violations() == []
+    page.find(".dg-prompt summary").click()  # type: ignore[union-attr]
+    assert page.script(height) > 3 * closed
+
+
 def test_a_picture_from_elsewhere_is_refused_in_words(page: DemoPage, tmp_path: Path) -> None:
     path = tmp_path / "other.png"
     Image.new("RGB", (8, 8)).save(path)

@@ -142,6 +142,11 @@ def test_names_stand_for_files_of_the_folder_and_of_the_command_line(tmp_path: P
         Adapter(str(folder / "a.safetensors")),
         Adapter("owner/name", -1.0),
     )
+    # as people type it, without the ending
+    assert shelf.adapters("a:0.5\nstyle/b") == (
+        Adapter(str(folder / "a.safetensors"), 0.5),
+        Adapter(str(folder / "style" / "b.safetensors")),
+    )
     inside = str(folder / "a.safetensors")
     for wrong in (
         "c.bin",

@@ -7,11 +7,12 @@ blocks, so a field is the first input or text area of the block with its id.
 from __future__ import annotations
 
 import base64
+import mimetypes
 import os
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from selenium.common.exceptions import StaleElementReferenceException
@@ -31,9 +32,14 @@ PATIENCE_SECONDS = 60.0
 def load_studio() -> Studio:
     """The bundled model (or the one DIT_GRAPHS_TEST_MODEL names), as `dit-graphs demo` loads it."""
     place = os.environ.get("DIT_GRAPHS_TEST_MODEL") or str(demo_model.path())
-    loaded = load_pipeline(ModelSpec(model=place, device="cpu"))
+    return studio_of_model(Path(place), name=BUNDLED)
+
+
+def studio_of_model(place: Path, *, name: str | None = None) -> Studio:
+    """The model in a folder, replayed by the CPU recorder."""
+    loaded = load_pipeline(ModelSpec(model=str(place), device="cpu"))
     dit_graphs.accelerate(loaded.pipe, GraphConfig(backend="recorded"))
-    return Studio(loaded, GraphConfig(), name=BUNDLED)
+    return Studio(loaded, GraphConfig(), name=name)
 
 
 class DemoPage:
@@ -166,26 +172,28 @@ class DemoPage:
         return element.text if element is not None else ""
 
     def download(self) -> bytes:
-        """The bytes behind the download button."""
-        link = self.wait(
-            lambda: (
-                self.script("return document.querySelector('a[download]#dg-download')?.href")
-                or self.script("return document.querySelector('#dg-download')?.closest('a')?.href")
-                or self.script("return document.querySelector('#dg-gallery img')?.src")
-            )
-        )
-        with urllib.request.urlopen(str(link)) as answer:
-            return bytes(answer.read())
+        """The bytes that the download button writes into the browser's folder."""
+        with TemporaryDirectory() as folder:
+            where = {"behavior": "allow", "downloadPath": folder}
+            self.chrome.execute_cdp_cmd("Browser.setDownloadBehavior", where)
+            self.press("download")
+
+            def finished() -> list[Path]:
+                names = [path for path in Path(folder).iterdir() if not path.name.startswith(".")]
+                return [path for path in names if path.suffix in (".png", ".mp4")]
+
+            (path,) = self.wait(finished)
+            return bytes(path.read_bytes())
 
     def drop(self, css: str, path: Path) -> None:
         """Drags a file from the desktop onto an element."""
         data = base64.b64encode(path.read_bytes()).decode()
         self.script(
             """
-            const [target, name, data] = arguments;
+            const [target, name, data, type] = arguments;
             const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
             const transfer = new DataTransfer();
-            transfer.items.add(new File([bytes], name, {type: "image/png"}));
+            transfer.items.add(new File([bytes], name, {type}));
             for (const kind of ["dragenter", "dragover", "drop"]) {
               const options = {dataTransfer: transfer, bubbles: true, cancelable: true};
               target.dispatchEvent(new DragEvent(kind, options));
@@ -194,6 +202,7 @@ class DemoPage:
             self.wait(lambda: self.find(css)),
             path.name,
             data,
+            mimetypes.guess_type(path.name)[0] or "",
         )
 
     def serious_violations(self) -> list[str]:
