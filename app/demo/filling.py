@@ -47,6 +47,7 @@ def form_of(values: Sequence[object]) -> Form:
         seed=_seed(given["seed"]),
         count=_number(given["count"]),
         images=tuple(str(path) for path in pictures),
+        mask=_text(given["mask"]) or None,
         strength=_number(given["strength"]),
         lora=_text(given["lora"]),
         extra=_text(given["extra"]),
@@ -87,7 +88,7 @@ class Filler:
     @property
     def mode_outputs(self) -> list[object]:
         """What a mode shows or hides, in order."""
-        names = ("inputs", "image_2", "negative_prompt", "modes")
+        names = ("inputs", "image_2", "mask", "negative_prompt", "modes")
         return [self.parts[name] for name in names]
 
     def restore(self, path: str | None) -> list[object]:
@@ -118,6 +119,7 @@ class Filler:
         return [
             gr.Column(visible=plan.takes_image),
             gr.Image(visible=mode is Mode.EDIT),
+            gr.Image(visible=plan.needs_mask),
             gr.Textbox(visible="negative_prompt" in plan.takes),
             gr.Tabs(selected=mode.value) if is_tab_moved else gr.skip(),
         ]

@@ -53,6 +53,7 @@ class Form:
     seed: int | None = None
     count: float | None = 1
     images: tuple[str, ...] = ()
+    mask: str | None = None
     strength: float | None = None
     lora: str = ""
     extra: str = ""
@@ -82,6 +83,10 @@ def request_of(form: Form, plan: ModePlan, limits: Limits) -> GenerateRequest:
         values["image"] = form.images
         if plan.needs_image and not form.images:
             raise InputError("image", "expected a picture: drop one into the field")
+    if plan.needs_mask:
+        values["mask_image"] = form.mask
+        if not form.mask:
+            raise InputError("mask_image", "expected a mask: drop one into the field")
     if "strength" in plan.takes:
         values["strength"] = form.strength
     known = plan.takes | {"seed", "num_images", "set", "fps", "prompt"}

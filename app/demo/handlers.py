@@ -34,6 +34,7 @@ __all__ = ["Handlers"]
 _POLL_SECONDS = 0.08
 _PANEL_SECONDS = 0.25
 _MAX_HISTORY = 24
+_NO_GRAPHS = {"none": "there is no CUDA device", "off": "graphs are off"}  # by backend
 History: TypeAlias = "list[Finished]"
 
 
@@ -152,6 +153,11 @@ class Handlers:
     ) -> AsyncIterator[tuple[object, object]]:
         """Updates of (result, graphs)."""
         skip = gr.skip()
+        if self.studio.backend in _NO_GRAPHS:
+            why = _NO_GRAPHS[self.studio.backend]
+            words = f"Nothing to capture: {why}, so every call stays plain eager."
+            yield status_html(words), skip
+            return
         try:
             form = form_of(values)
             job = self._submit(lambda job: work.warm_up(self.studio, form, sizes, job), request)
@@ -165,7 +171,7 @@ class Handlers:
         elif job.results and isinstance(job.results[0], Warmed):
             warmed = job.results[0]
             trace = history[0].trace if history else None
-            yield _warmed_html(warmed, self.studio.backend), panel_html(warmed.snapshot, trace)
+            yield _warmed_html(warmed), panel_html(warmed.snapshot, trace)
         else:
             yield status_html("Stopped."), skip
 
@@ -240,10 +246,7 @@ def _hidden() -> dict[str, object]:
     return gr.update(visible=False)  # type: ignore[no-any-return]
 
 
-def _warmed_html(warmed: Warmed, backend: str) -> str:
-    if backend in ("none", "off"):
-        why = "there is no CUDA device" if backend == "none" else "graphs are off"
-        return status_html(f"Nothing to capture: {why}, so every call stays plain eager.")
+def _warmed_html(warmed: Warmed) -> str:
     if not warmed.signatures:
         return status_html(f"Nothing new to capture ({millis(warmed.seconds * 1e3)}).")
     lines = "".join(f"<li>{text(name)}</li>" for name in warmed.signatures)

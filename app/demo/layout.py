@@ -33,6 +33,7 @@ FIELDS = (
     "count",
     "image",
     "image_2",
+    "mask",
     "strength",
     "lora",
     "extra",
@@ -178,6 +179,10 @@ def _image_fields(parts: Parts, studio: Studio) -> None:
             label="Second reference (optional)", type="filepath", sources=["upload"],
             height=140, visible=any(plan.mode is Mode.EDIT for plan in studio.plans),
             elem_id="dg-image-2", format="png", image_mode=None,
+        )  # fmt: skip
+        parts.fields["mask"] = gr.Image(
+            label="Mask (white is drawn anew)", type="filepath", sources=["upload"],
+            height=140, visible=first.needs_mask, elem_id="dg-mask", format="png", image_mode=None,
         )  # fmt: skip
         parts.fields["strength"] = gr.Slider(
             0, 1, value=start_form(studio).strength, step=0.05, label="Strength",

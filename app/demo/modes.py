@@ -54,6 +54,11 @@ class ModePlan:
         """Whether a picture can be given at all."""
         return self.mode is not Mode.TEXT and "image" in self.takes
 
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a second picture must say which part is drawn anew."""
+        return self.mode is Mode.IMAGE and "mask_image" in self.takes
+
 
 def plans_of(pipeline_class: type[DiffusionPipeline]) -> tuple[ModePlan, ...]:
     """Every mode the model can serve, the natural one first."""

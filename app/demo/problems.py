@@ -26,6 +26,7 @@ _NAMES = {
     "guidance_scale": "guidance",
     "num_images": "count",
     "num_frames": "frames",
+    "mask_image": "mask",
     "set": "other arguments",
     "from": "restore",
 }

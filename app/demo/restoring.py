@@ -64,7 +64,8 @@ def _restored(path: Path, studio: Studio, may_open: Callable[[str], bool]) -> Re
         made_with = str(spec.get("model"))[:200]
         notes.append(f"it was made with the model {made_with}: the same picture needs it")
     images = tuple(name for name in request.image if may_open(name))
-    missing = len(request.image) - len(images)
+    mask = request.mask_image if request.mask_image and may_open(request.mask_image) else None
+    missing = len(request.image) - len(images) + (request.mask_image is not None and mask is None)
     if missing:
         notes.append(f"{missing} input picture(s) must be dropped into their field again")
     loras = [
@@ -87,6 +88,7 @@ def _restored(path: Path, studio: Studio, may_open: Callable[[str], bool]) -> Re
         seed=request.seed,
         count=request.num_images,
         images=images,
+        mask=mask,
         strength=request.strength,
         lora="\n".join(line for _, line in loras if line is not None),
         extra=json.dumps(dict(request.set)) if request.set else "",
@@ -111,7 +113,10 @@ def _refusal(form: Form, studio: Studio) -> tuple[str, ...]:
     try:
         request_of(form, studio.plan(form.mode), studio.limits)
     except InputError as error:
-        if error.option == "image":  # said already: the picture must be dropped again
+        if error.option in (
+            "image",
+            "mask_image",
+        ):  # said already: the picture must be dropped again
             return ()
         problem = problem_of(error)
         return (f"{problem.title}: {problem.text.rstrip('.')}",)

@@ -20,6 +20,7 @@ from dit_graphs.app.demo.modes import Mode, plans_of
         ("FluxKontextPipeline", [Mode.TEXT, Mode.EDIT]),
         ("QwenImageEditPipeline", [Mode.EDIT]),
         ("ZImageImg2ImgPipeline", [Mode.IMAGE, Mode.TEXT]),
+        ("StableDiffusionXLInpaintPipeline", [Mode.IMAGE, Mode.TEXT]),
         ("WanPipeline", [Mode.VIDEO]),
         ("WanImageToVideoPipeline", [Mode.VIDEO]),
     ],
@@ -34,6 +35,12 @@ def test_image_to_image_uses_the_partner_class() -> None:
     assert image.pipeline_class is diffusers.ZImageImg2ImgPipeline
     assert image.needs_image
     assert "strength" in image.takes
+
+
+def test_a_class_that_draws_a_part_anew_needs_a_mask_and_no_other_does() -> None:
+    masked, text = plans_of(diffusers.FluxInpaintPipeline)
+    assert (masked.needs_mask, text.needs_mask) == (True, False)
+    assert not any(plan.needs_mask for plan in plans_of(diffusers.FluxPipeline))
 
 
 def test_only_a_video_of_a_picture_needs_one() -> None:

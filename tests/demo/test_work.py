@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import diffusers
 import pytest
 import tiny
 import torch
@@ -179,6 +180,31 @@ def test_image_to_image_shares_the_graphs(tmp_path: Path) -> None:
         assert made[0].item.num_steps == 2  # half of four
         assert made[1].trace.calls["denoiser"].captures == 0
         assert _pixels(made[0]) != _pixels(made[1])
+
+
+def test_a_masked_part_is_drawn_anew_and_the_rest_stays(tmp_path: Path) -> None:
+    """A pipeline that draws only what is white in the mask, and its settings come back with it."""
+    components = tiny.build("z-image").components
+    path, mask = tmp_path / "a.png", tmp_path / "mask.png"
+    Image.new("RGB", (64, 64), "teal").save(path)
+    with studio_of(pipe=diffusers.ZImageInpaintPipeline(**components)) as studio:
+        fields = {"mode": Mode.IMAGE, "images": (str(path),), "strength": 1.0}
+        with pytest.raises(InputError, match="expected a mask"):
+            _generate(studio, **fields)
+        drawn = {}
+        for name, colour in {"all": "white", "none": "black"}.items():
+            Image.new("RGB", (64, 64), colour).save(mask)
+            (finished,) = _generate(studio, mask=str(mask), **fields)
+            drawn[name] = _pixels(finished)
+            restored = restore_form(finished.item.files[0], studio, lambda _: True)
+            assert restored.form.mask == str(mask)
+            assert restored.form.images == (str(path),)
+            hidden = restore_form(finished.item.files[0], studio, lambda _: False)
+            assert hidden.form.mask is None
+            assert hidden.notes[0].startswith("2 input picture(s)")
+        (other,) = _generate(studio, mask=str(mask), prompt="a blue boat", **fields)
+    assert drawn["all"] != drawn["none"]
+    assert _pixels(other) == drawn["none"]  # nothing is drawn anew: no prompt matters
 
 
 def test_an_input_picture_of_another_shape_is_cropped_to_the_size(tmp_path: Path) -> None:
