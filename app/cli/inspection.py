@@ -98,10 +98,12 @@ def _sizes(item: Item) -> dict[str, int]:
 
 def _asked(item: Item) -> str:
     """The real size of what came out, and the steps it took."""
+    from .report import counted
+
     size = _sizes(item)
     words = [f"{size['width']}x{size['height']}"] if "width" in size else []
-    words += [f"{size['num_frames']} frames"] if "num_frames" in size else []
-    return ", ".join([*words, f"{item.num_steps} steps"])
+    words += [counted(size["num_frames"], "frame")] if "num_frames" in size else []
+    return ", ".join([*words, counted(item.num_steps, "step")])
 
 
 def _guidance(
@@ -156,10 +158,12 @@ def _component(name: str, numbers: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _graph(graph: Mapping[str, Any]) -> str:
+    from .report import counted
+
     words = [
         str(graph["backend"]),
-        _counted(graph["segments"], "segment"),
-        _counted(_number(graph["breaks"]), "break"),
+        counted(graph["segments"], "segment"),
+        counted(_number(graph["breaks"]), "break"),
         f"captured {_percent(graph['captured_fraction'])}",
         _bytes(graph["nbytes"]),
         f"verified {graph['verified']}",
@@ -172,10 +176,6 @@ def _graph(graph: Mapping[str, Any]) -> str:
 
 def _number(breaks: object) -> int:
     return len(breaks) if isinstance(breaks, (list, tuple)) else int(str(breaks))
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _percent(fraction: float | None) -> str:

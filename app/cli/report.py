@@ -18,7 +18,7 @@ from dit_graphs.pipelines.generate import GenerateRequest, Item
 
 from .codes import INTERRUPTED
 
-__all__ = ["announce", "listing_finished", "warn"]
+__all__ = ["announce", "counted", "listing_finished", "warn"]
 
 
 def warn(text: str) -> None:
@@ -32,7 +32,7 @@ def announce(item: Item, request: GenerateRequest, device: torch.device) -> None
     for change in item.resized:
         print(f"picture  {change}, scaled and cropped at the centre")
     for stage, seconds in item.seconds.items():
-        steps = f"  {item.num_steps} steps" if stage == "denoise" else ""
+        steps = f"  {counted(item.num_steps, 'step')}" if stage == "denoise" else ""
         print(f"{stage:<8} {seconds:8.2f} s{steps}")
     for path, medium in zip(item.files, item.media, strict=True):
         size = medium.describe()
@@ -51,6 +51,11 @@ def _compare_size(request: GenerateRequest, size: dict[str, int]) -> None:
         asked, used = getattr(request, name), actual.get(name)
         if asked is not None and used is not None and asked != used:
             warn(f"--{name.replace('_', '-')}: asked for {asked}, the pipeline used {used}")
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @contextmanager

@@ -15,9 +15,11 @@ import diffusers
 from diffusers import DiffusionPipeline
 
 from .errors import InputError
+from .partners import calls_control_image
+from .request import IMAGE_OPTIONS
 from .stages import StageClock
 
-__all__ = ["call"]
+__all__ = ["call", "named_in"]
 
 
 def call(pipe: DiffusionPipeline, arguments: dict[str, object], clock: StageClock) -> object:
@@ -43,14 +45,30 @@ def call(pipe: DiffusionPipeline, arguments: dict[str, object], clock: StageCloc
         if clock.num_steps:
             raise
         problem = " ".join(str(error).split())
-        words = re.findall(r"\w+", problem.lower())
-        names = dict.fromkeys(word for word in words if word in arguments)
+        names = named_in(problem, type(pipe), arguments)
         raise InputError(
             ", ".join(names) or "request", f"{type(pipe).__name__} refuses it: {problem}"
         ) from error
     if clock.has_no_step:
         raise _no_step(pipe, arguments)
     return output
+
+
+def named_in(
+    problem: str, pipeline_class: type[DiffusionPipeline], arguments: Mapping[str, object]
+) -> list[str]:
+    """The arguments a refusal speaks of; where it is none of them, the pictures it misses."""
+    words = dict.fromkeys(re.findall(r"\w+", problem.lower()))
+    if given := [word for word in words if word in arguments]:
+        return given
+    takes = inspect.signature(pipeline_class.__call__).parameters
+    missing = [word for word in words if word in IMAGE_OPTIONS and word in takes]
+    return [_field(pipeline_class, name) for name in missing]
+
+
+def _field(pipeline_class: type[DiffusionPipeline], name: str) -> str:
+    is_control = name == "image" == calls_control_image(pipeline_class)
+    return "control_image" if is_control else name
 
 
 def _no_step(pipe: DiffusionPipeline, arguments: Mapping[str, object]) -> InputError:

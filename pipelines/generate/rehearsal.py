@@ -1,13 +1,13 @@
-"""Owns the question whether a pipeline takes a size, asked before its weights are read.
+"""Owns the question whether a pipeline takes a size, or needs a picture, asked before its weights
+are read.
 
 Must never read or download a weight. The surprising fact: there is no list of allowed sizes
 anywhere. A pipeline says what it takes by refusing, so it is called here without weights, and heard
-only where it refuses a size.
+only where it refuses a size or misses a picture.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,17 +17,19 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.configuration_utils import FrozenDict
 
-from .arguments import call_arguments
+from .arguments import accepted_names, call_arguments
+from .calling import named_in
 from .errors import InputError
 from .fitting import fitted
 from .hub import hub_arguments
 from .inputs import open_images
 from .model import ModelSpec
-from .request import GenerateRequest
+from .request import IMAGE_OPTIONS, GenerateRequest
 
 __all__ = ["check_sizes"]
 
 _SIZES = ("height", "width", "num_frames")
+_HEARD = {*_SIZES, *IMAGE_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,11 @@ def check_sizes(
     pipeline_class: type[DiffusionPipeline],
     requests: Sequence[GenerateRequest],
 ) -> None:
-    """Raise `InputError` for the first size that `pipeline_class` refuses.
+    """Raise `InputError` for the first size `pipeline_class` refuses, or picture it misses.
 
     Where the model cannot be imitated nothing is said: the loaded pipeline will refuse, only later.
     """
-    sized = [r for r in requests if any(getattr(r, name) is not None for name in _SIZES)]
+    sized = [r for r in requests if _is_in_question(pipeline_class, r)]
     if not sized or spec.single_file is not None:
         return
     with _silence():
@@ -62,16 +64,23 @@ def check_sizes(
         try:
             with _silence():
                 pipe(**arguments)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             problem = " ".join(str(error).split())
-            words = re.findall(r"\w+", problem.lower())
-            names = [name for name in _SIZES if name in words and name in arguments]
-            if names:
+            names = named_in(problem, pipeline_class, arguments)
+            if names and set(names) <= _HEARD:
                 raise InputError(
                     ", ".join(names), f"{pipeline_class.__name__} refuses it: {problem}"
                 ) from error
         except Exception:  # there is nothing behind the arguments: it had to fail somewhere
             continue
+
+
+def _is_in_question(pipeline_class: type[DiffusionPipeline], request: GenerateRequest) -> bool:
+    """A size was asked for, or a picture the pipeline takes was left out."""
+    if any(getattr(request, name) is not None for name in _SIZES):
+        return True
+    lacks = not any(getattr(request, name) for name in IMAGE_OPTIONS)
+    return lacks and "image" in accepted_names(pipeline_class)
 
 
 def _imitation(
@@ -89,7 +98,7 @@ def _imitation(
             if index[name][0] != "diffusers" or owner is None:
                 continue
             config = owner.load_config(spec.model, subfolder=name, revision=spec.revision, **where)
-            if name == "vae":
+            if name in ("vae", "controlnet"):  # looked at by more than their configuration
                 with torch.device("meta"):
                     parts[name] = owner.from_config(config)
             elif name == "scheduler":

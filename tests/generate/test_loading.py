@@ -144,6 +144,29 @@ def test_a_size_is_refused_without_a_weight(
         assert "height" in caught.value.option
 
 
+@pytest.mark.parametrize(
+    ("own", "option"),
+    [
+        (diffusers.StableDiffusionXLInstructPix2PixPipeline, "image"),
+        (diffusers.StableDiffusionXLControlNetPipeline, "control_image"),
+    ],
+)
+def test_a_picture_that_is_missed_is_named_as_it_is_given(
+    own: type[diffusers.DiffusionPipeline], option: str, sdxl: Path, tmp_path: Path
+) -> None:
+    """Each says `image`, of which one is typed as --control-image; both said it after loading."""
+    if option == "control_image":
+        pipe = tiny.build("sdxl")
+        control = diffusers.ControlNetModel.from_unet(pipe.unet)
+        keys, _ = own._get_signature_keys(own)
+        parts = {key: part for key, part in pipe.components.items() if key in keys}
+        sdxl = tmp_path
+        own(**parts, controlnet=control).save_pretrained(sdxl)
+    with pytest.raises(InputError, match="refuses it: ") as caught:
+        check_sizes(ModelSpec(model=str(sdxl)), own, [GenerateRequest(prompt="x")])
+    assert caught.value.option == option
+
+
 def test_an_adapters_folder_stands_for_its_one_weight_file(tmp_path: Path) -> None:
     encoder = tmp_path / "models" / "image_encoder"
     encoder.mkdir(parents=True)
