@@ -119,6 +119,12 @@ def test_a_telephone_shows_everything_in_its_width(page: DemoPage) -> None:
         assert len(ticks) >= 2
         for (_, _, right, *_), (_, left, *_) in itertools.pairwise(ticks):
             assert right < left
+        reasons = page.script(
+            "return [...document.querySelectorAll('.dg-columns .dg-reason')].map("
+            "(one) => one.getBoundingClientRect()).map((box) => [box.left, box.right])"
+        )
+        assert reasons
+        assert all(0 <= left < right <= 375 for left, right in reasons), reasons
         page.go_to("Compare")
         _compare(page)
         assert page.script("return document.documentElement.scrollWidth") == 375
