@@ -65,7 +65,8 @@ class Asked:
 def refused_before(arguments: Mapping[str, object], config: object) -> str | None:
     """The argument that picks another way of decoding than one token after the other, or None."""
     for name in _PARTNERS:
-        if arguments.get(name) not in (None, False):
+        value = arguments.get(name)
+        if value is not None and value is not False:  # never `==`: a tensor compares element-wise
             return name
     given = arguments.get("generation_config")
     for name in _MODES:
@@ -158,6 +159,8 @@ def _stops(criteria: Iterable[object]) -> tuple[int, tuple[int, ...]]:
 def left_lengths(input_ids: Tensor, mask: object) -> tuple[int, ...]:
     """Real tokens per row of a left-padded batch. Raises `Refused` for any other padding."""
     rows, width = input_ids.shape
+    if not width:
+        raise Refused(Reason.PADDING, "no prompt")
     if mask is None:
         return (width,) * rows
     if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
@@ -171,6 +174,8 @@ def left_lengths(input_ids: Tensor, mask: object) -> tuple[int, ...]:
             Reason.PADDING,
             "right padding: a text would go on behind the padding; set padding_side='left'",
         )
-    if not torch.equal(real, torch.arange(width)[None, :] >= width - lengths[:, None]):
+    if not torch.equal(
+        real, torch.arange(width, device="cpu")[None, :] >= width - lengths[:, None]
+    ):
         raise Refused(Reason.PADDING, "holes in the attention mask")
     return tuple(int(length) for length in lengths)

@@ -70,7 +70,7 @@ class TextGenerator:
                 return self.eager(*args, **kwargs)
             # transformers keeps the streamer from loops that are not its own
             loop = partial(self._loop, streamer=kwargs.get("streamer"))
-            return self.eager(*args, **kwargs, custom_generate=loop)
+            return self.eager(*args, **{**kwargs, "custom_generate": loop})
 
     def _refusal(self, kwargs: Mapping[str, object]) -> tuple[Reason, str] | None:
         with torch.no_grad():

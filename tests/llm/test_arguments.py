@@ -98,6 +98,36 @@ def test_arguments_by_position_are_transformers_own(recorded, qwen3):
     assert generator.runner.stats.details[Reason.GENERATE_ARGUMENT] == "arguments by position"
 
 
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_embeddings_instead_of_tokens_are_transformers_own(recorded, qwen3, with_mask):
+    """A tensor among the arguments is never asked whether it equals None."""
+    generator, prompt = recorded(qwen3), tiny_llms.prompts([6])
+    given = {"inputs_embeds": qwen3.get_input_embeddings()(prompt["input_ids"])}
+    if with_mask:
+        given["attention_mask"] = prompt["attention_mask"]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(generator(**given, **options), qwen3.generate(**given, **options))
+    assert generator.runner.stats.details[Reason.GENERATE_ARGUMENT] == "inputs_embeds"
+
+
+def test_a_way_of_decoding_left_open_is_no_other_way(recorded, qwen3):
+    """`custom_generate=None` is the default spelled out; ours goes into the same argument."""
+    generator, prompt = recorded(qwen3), tiny_llms.prompts([6])
+    expected, written = generate_both(generator, qwen3, prompt, custom_generate=None)
+    assert torch.equal(written, expected) and generator.runner.stats.replays
+
+
+def test_a_prompt_of_no_tokens_raises_what_transformers_raises(recorded, qwen3):
+    generator, nothing = recorded(qwen3), torch.zeros((1, 0), dtype=torch.int64)
+    messages = []
+    for generate in (qwen3.generate, generator):
+        with pytest.raises(Exception) as caught:
+            generate(nothing, max_new_tokens=3)
+        messages.append(repr(caught.value))
+    assert messages[0] == messages[1]
+    assert generator.runner.stats.details[Reason.PADDING] == "no prompt"
+
+
 def test_a_streamer_that_raises_stops_the_text_and_the_next_one_is_whole(recorded, qwen3):
     class Enough(Exception):
         pass
