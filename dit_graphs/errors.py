@@ -95,7 +95,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.CONSTANT_CHANGED: "a constant built on the host differs from the observed one",
     Reason.CAPTURE_FAILED: "the capture raised",
     Reason.CAPTURE_GATE_BUSY: "another call was in flight; the capture is tried again later",
-    Reason.NESTED_REPLAY: "a recording replays already and called this module from a break",
+    Reason.NESTED_REPLAY: "a graph of this device is in use already, and the call came from inside",
     Reason.VERIFY_MISMATCH: "the replay's output differed from eager: the graph is never used",
     Reason.EAGER_NONDETERMINISTIC: "eager disagrees with itself, so a graph cannot be proven",
     Reason.BREAK_VALUE_CHANGED: "an eager break returned another Python value than recorded",

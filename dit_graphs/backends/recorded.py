@@ -63,12 +63,12 @@ class _Borrowed:
         shape, stride, offset = self._place
         tensor = self._kept.get(self._key)
         if tensor is not None:
-            whole = torch.empty(0, dtype=self._dtype).set_(tensor.untyped_storage())
+            whole = torch.empty(0, dtype=self._dtype, device="cpu").set_(tensor.untyped_storage())
             return whole.as_strided(shape, stride, offset)
         alive = self._ref()
         if alive is not None:
             return alive
-        dead = torch.empty(tuple(shape), dtype=self._dtype)
+        dead = torch.empty(tuple(shape), dtype=self._dtype, device="cpu")
         poison(dead)
         return dead
 
@@ -120,7 +120,7 @@ class _Session(BreakLog):
     def _remember(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
         if not self.is_produced(tensor) and key not in self._undo:
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
             self._undo[key] = (whole, whole.clone())
 
     def run_break(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,10 +35,14 @@ from .writing import OnTokens, Prefill, Prompt, Writing
 __all__ = ["DecodeRunner", "Prompt"]
 
 _TABLE_STEP = 64  # columns; position tables are as wide as a multiple of it
+_PATIENCE_S = 2.0
 
 
 class DecodeRunner:
-    """Writes texts with one model. One `generate` at a time; others wait."""
+    """Writes texts with one model. One `generate` at a time; others wait.
+
+    Not for ever: whoever reads along may itself wait for another text, which then is eager.
+    """
 
     def __init__(
         self,
@@ -54,6 +60,8 @@ class DecodeRunner:
         self.lock = threading.RLock()
         self.watch = watch if watch is not None else ModuleWatch(model.module)
         self.change: Change | None = None  # what the last look at the module found
+        self._writer: int | None = None  # the thread that writes a text now
+        self._told_at: float | None = None  # since when its reader has had the word
         self._policy = policy
         self._settle_on(model.device)
 
@@ -73,6 +81,8 @@ class DecodeRunner:
         """Why no graph can write now, or None; graphs of moved weights are dropped."""
         if self.disabled or self.backend == "off":
             return Reason.DISABLED, ""
+        if self._writer == threading.get_ident():
+            return Reason.NESTED_REPLAY, "the reader of a text asked for another one"
         if os.environ.get("DIT_GRAPHS", "").lower() == "off":
             return Reason.KILL_SWITCH, ""
         here = self.model.device
@@ -84,6 +94,8 @@ class DecodeRunner:
             return Reason.NO_CUDA, str(self.device)
         self.watch.ran_eager = True  # a model's own caches may move; weights are told apart
         self.change = change = self.watch.refresh(None)
+        if change == "weights":
+            self.model.forget_layout()
         if change == "weights" and self.passes.holds_graphs():
             self.passes.forget()
             self.stats.invalidations += 1
@@ -94,6 +106,11 @@ class DecodeRunner:
 
     def too_large(self, rows: int, tokens: int) -> tuple[Reason, str] | None:
         """Why a batch of `rows` texts of `tokens` has no bucket, or None."""
+        with self._turn():
+            return self._too_large(rows, tokens)
+
+    def _too_large(self, rows: int, tokens: int) -> tuple[Reason, str] | None:
+        self._fit_model()
         budget = self.config.budget_for("decode")
         needed = rows * slot_length(tokens, 0) * self.slots().token_bytes
         if budget != "auto" and needed > budget:
@@ -123,6 +140,13 @@ class DecodeRunner:
             self.cache = SlotCache(self.model.layout(), self.device)
         return self.cache
 
+    def _fit_model(self) -> None:
+        """Slots and rows laid out for what the model was before are given back."""
+        layout, cache, rows = self.model.layout(), self.cache, self.rows
+        is_wider = rows is not None and rows.logits.shape[1] != self.model.vocabulary
+        if is_wider or (cache is not None and cache.layout != layout):
+            self.release()
+
     # One call.
     def generate(
         self,
@@ -141,12 +165,13 @@ class DecodeRunner:
 
         `prefill(store)` reads the prompts, storing their keys and values, and returns the last
         tokens' logits [B, vocabulary]. Raises `GraphError` before any device work where the batch
-        has no bucket.
+        has no bucket, and `CaptureAborted` where the text being written waits for its reader.
         """
         rows = len(prompt.lengths)
         self._check(prompt, max_new_tokens, eos)
         reserved = prompt.reserved(max_new_tokens)
-        with self.lock, torch.no_grad():
+        told = partial(self._tell, on_tokens) if on_tokens is not None else None
+        with self._writing(), torch.no_grad():
             clock = self.state.stopwatch()
             bucket = batch_bucket(rows, self.max_rows(reserved))
             assert bucket is not None
@@ -156,7 +181,7 @@ class DecodeRunner:
             writing.read(prefill, eos, pad)
             writing.choose()
             clock.stop()
-            tokens = writing.write(can_end=bool(eos), on_tokens=on_tokens)
+            tokens = writing.write(can_end=bool(eos), on_tokens=told)
             self.stats.finish(
                 clock.elapsed_ms(wait=True), rows=rows, bucket=bucket, lengths=prompt.lengths,
                 width=prompt.width, new_tokens=tokens.shape[1],
@@ -164,6 +189,35 @@ class DecodeRunner:
             if self.stats.eager_calls > eager:  # a replay changes nothing on the module
                 self.watch.adopt_changes()
         return tokens
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Inside, no other thread writes. Raises `CaptureAborted` where waiting may be in vain."""
+        while not self.lock.acquire(timeout=_PATIENCE_S):
+            since = self._told_at
+            if since is not None and time.monotonic() - since >= _PATIENCE_S:
+                raise CaptureAborted(Reason.NESTED_REPLAY, "a text is held up by its reader")
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Inside, this thread writes a text."""
+        with self._turn():
+            self._writer = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._writer = None
+
+    def _tell(self, on_tokens: OnTokens, column: Tensor) -> None:
+        self._told_at = time.monotonic()
+        try:
+            on_tokens(column)
+        finally:
+            self._told_at = None
 
     def _check(self, prompt: Prompt, max_new_tokens: int, eos: Sequence[int]) -> None:
         if max_new_tokens < 1:
@@ -247,6 +301,8 @@ class DecodeRunner:
         with self.state.gate.alone() as is_alone:
             if is_alone and self.lock.acquire(blocking=False):  # else a text is being written
                 try:
+                    if self._writer is not None:  # by this very thread
+                        return
                     self.release()
                 finally:
                     self.lock.release()

@@ -6,6 +6,7 @@ that pad a bucket and left padding of a prompt write there, and no text is long 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from ..errors import GraphError
 
 __all__ = ["LayerLayout", "SlotCache"]
+
+_generations = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class LayerLayout:
 class SlotCache:
     """Keys and values [slots, heads, length, dim] of every layer.
 
-    `generation` counts allocations: graphs of an older one read memory that is no longer ours.
+    `generation` is another number for each allocation of any cache: graphs of an older one read
+    memory that is no longer ours.
     """
 
     def __init__(self, layout: Sequence[LayerLayout], device: torch.device) -> None:
@@ -43,7 +47,7 @@ class SlotCache:
         self.device = device
         self.slots = 0
         self.length = 0
-        self.generation = 0
+        self.generation = next(_generations)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._slots: Tensor | None = None
@@ -114,7 +118,7 @@ class SlotCache:
         self._values.clear()
         self._slots = None
         self.slots = self.length = 0
-        self.generation += 1
+        self.generation = next(_generations)
 
     def write(
         self,

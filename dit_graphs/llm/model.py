@@ -29,13 +29,21 @@ class LanguageModel(Protocol):
     """A decoder-only model with slots of keys and values outside itself."""
 
     module: nn.Module
-    windows: Mapping[str, int | None]
+
+    @property
+    def windows(self) -> Mapping[str, int | None]:
+        """For each attention type how far back a token looks; None: to the beginning."""
+        ...
 
     @property
     def device(self) -> torch.device: ...
 
     def layout(self) -> tuple[LayerLayout, ...]:
         """One entry per layer that keeps keys and values."""
+        ...
+
+    def forget_layout(self) -> None:
+        """The weights are others: `layout` and `vocabulary` are found anew when asked for."""
         ...
 
     @property

@@ -37,6 +37,7 @@ _RETRIED = (
     Reason.MEMORY_BUDGET,
 )
 _USES_BEFORE_RETRY = 64
+_KINDS = 2  # of passes in one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,10 @@ class _Held:
 
 
 class PassRunner:
-    """The graphs of one component's passes. Holds at most `config.max_graphs`, least used go."""
+    """The graphs of one component's passes. Holds at most `config.max_graphs`, least used go.
+
+    Two at least: a step needs one of each kind, and one alone would be captured anew each time.
+    """
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class PassRunner:
         return held
 
     def _make_room(self) -> None:
-        while len(self.held) >= self.config.max_graphs:
+        while len(self.held) >= max(self.config.max_graphs, _KINDS):
             oldest = min(self.held, key=lambda key: self.held[key].last_use)
             dropped = self.held.pop(oldest)
             if dropped.entry.is_held:

@@ -21,8 +21,8 @@ def prompt_positions(
     lengths: Sequence[int], width: int, trash: int, device: torch.device
 ) -> Tensor:
     """Where each column of a left-padded batch is stored: int64 [B, width]."""
-    starts = torch.tensor([width - length for length in lengths], dtype=torch.int64)
-    columns = torch.arange(width)[None, :] - starts[:, None]
+    starts = torch.tensor([width - n for n in lengths], dtype=torch.int64, device="cpu")
+    columns = torch.arange(width, device="cpu")[None, :] - starts[:, None]
     return torch.where(columns < 0, trash, columns).to(device)
 
 

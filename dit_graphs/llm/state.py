@@ -77,13 +77,14 @@ class DecodeState:
         """
         rows = len(lengths)
         self.rest()
-        last = torch.tensor([n - 1 for n in lengths], dtype=torch.int64)
+        # "cpu" by name: the default device may be any
+        last = torch.tensor([n - 1 for n in lengths], dtype=torch.int64, device="cpu")
         self.position[:rows].copy_(last)
         self.stop_at.fill_(max_new_tokens)
         self.table[:, :rows, : table.shape[-1]].copy_(table)
         self.table_end.fill_(table.shape[-1] - 1)
         self.eos.fill_(-1)
-        self.eos[: len(eos)].copy_(torch.tensor(list(eos), dtype=torch.int64))
+        self.eos[: len(eos)].copy_(torch.tensor(list(eos), dtype=torch.int64, device="cpu"))
         self.pad.fill_(pad)
 
     def has_table_for(self, kinds: int, width: int) -> bool:

@@ -28,7 +28,7 @@ class StopFlag:
         if self._device.type == "cpu":
             self._posted.append((value.clone(), None))
             return
-        held = torch.zeros((), dtype=torch.bool, pin_memory=True)
+        held = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
         held.copy_(value, non_blocking=True)
         event = torch.Event(device=self._device)
         event.record()

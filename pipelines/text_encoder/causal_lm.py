@@ -44,7 +44,24 @@ def why_not(module: nn.Module) -> str | None:
     attention = getattr(config, "_attn_implementation", None)
     if attention not in _ATTENTION:
         return f"attention {attention!r}; sdpa and eager can be decoded over slots"
+    if _drops_out(module):
+        return f"{kind} is in training mode with dropout, which depends on padding; call its eval()"
+    if torch.is_autocast_enabled(next(module.parameters()).device.type):
+        return "under autocast keys and values have several types"
     return None
+
+
+def _drops_out(module: nn.Module) -> bool:
+    """Whether a pass draws what it leaves out: other numbers for another width of the batch."""
+    owners: list[object] = [text_config(module)] if module.training else []
+    owners += (child for child in module.modules() if child.training)
+    for owner in owners:
+        rates = {name: rate for name, rate in vars(owner).items() if "drop" in name}
+        if isinstance(owner, nn.modules.dropout._DropoutNd):
+            rates["p"] = owner.p
+        if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates.values()):
+            return True
+    return False
 
 
 class _LayoutProbe:
@@ -65,11 +82,14 @@ class CausalLM:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._config = text_config(module)
-        self.windows: Mapping[str, int | None] = layer_windows(self._config) or {}
         self.cache_name = cache_argument(type(module).forward) or "past_key_values"
         self._layout: tuple[LayerLayout, ...] | None = None
         self._vocabulary = 0
+
+    @property
+    def windows(self) -> Mapping[str, int | None]:
+        """The sliding window of each attention type, as the model's config says now."""
+        return layer_windows(text_config(self.module)) or {}
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +113,8 @@ class CausalLM:
             itself = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
             with torch.no_grad():
                 logits = self.step(token, token, dict.fromkeys(self.windows, itself), probe)
-            expected = getattr(self._config, "num_hidden_layers", len(probe.layers))
+            config = text_config(self.module)
+            expected = getattr(config, "num_hidden_layers", len(probe.layers))
             if sorted(probe.layers) != list(range(expected)):
                 raise CaptureAborted(
                     Reason.UNSUPPORTED_MODEL,
@@ -102,6 +123,10 @@ class CausalLM:
             self._layout = tuple(probe.layers[index] for index in range(expected))
             self._vocabulary = logits.shape[-1]
         return self._layout
+
+    def forget_layout(self) -> None:
+        """The weights are others, perhaps of another type or number."""
+        self._layout = None
 
     def step(
         self,
@@ -135,7 +160,7 @@ class CausalLM:
 
     def _ready(self, allowed: Tensor) -> Tensor:
         """The mask in the form this model's attention adds or applies."""
-        if getattr(self._config, "_attn_implementation", None) != "eager":
+        if getattr(text_config(self.module), "_attn_implementation", None) != "eager":
             return allowed
         dtype = cast(torch.dtype, self.module.dtype)
         added = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)

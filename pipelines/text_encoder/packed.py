@@ -30,10 +30,12 @@ def pack(
     """
     rows, width = ids.shape
     starts = [width - length for length in lengths]
-    columns = torch.cat([torch.arange(s, width) for s in starts])
-    owners = torch.repeat_interleave(torch.arange(rows), torch.tensor(list(lengths)))
+    host = torch.device("cpu")  # by name: the default device may be any
+    counts = torch.tensor(list(lengths), device=host)
+    columns = torch.cat([torch.arange(s, width, device=host) for s in starts])
+    owners = torch.repeat_interleave(torch.arange(rows, device=host), counts)
     extra = tokens - len(columns)
-    ends = torch.tensor(list(lengths)).cumsum(0) - 1
+    ends = counts.cumsum(0) - 1
     device = ids.device
 
     def filled(values: Tensor, value: int) -> Tensor:
@@ -46,7 +48,7 @@ def pack(
         "input_ids": filled(ids[row, at], pad)[None],
         "position_ids": filled(numbers, 0).unsqueeze(-2),
         "slot_of": filled(owners, -1).to(device)[None],
-        "write_at": filled(columns - torch.tensor(starts)[owners], trash).to(device)[None],
+        "write_at": filled(columns - (width - counts)[owners], trash).to(device)[None],
         "last": torch.nn.functional.pad(ends, (0, requests - rows)).to(device),
     }
 

@@ -40,7 +40,7 @@ def decode_positions(
         )
     given = model_kwargs.get("position_ids")
     if not isinstance(given, Tensor):
-        following = torch.tensor(asked.lengths, dtype=torch.int64)[None, :, None]
+        following = torch.tensor(asked.lengths, dtype=torch.int64, device="cpu")[None, :, None]
         return PositionTable((1, 1), True, lambda: following)
     is_flat = given.dim() == 2
     last = (given[None] if is_flat else given)[..., -1:] + 1
@@ -51,5 +51,5 @@ def decode_positions(
 def _picture_table(inner: object, rows: int, width: int) -> Tensor:
     cached = cast("Tensor | None", getattr(inner, "_cached_decode_position_ids", None))
     if cached is None:
-        return torch.full((3, rows, 1), width, dtype=torch.int64)
+        return torch.full((3, rows, 1), width, dtype=torch.int64, device="cpu")
     return cached.permute(1, 0, 2)
