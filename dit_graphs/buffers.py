@@ -104,8 +104,13 @@ def copy_layout(target: Tensor, source: Tensor) -> None:
 def clone_layout(tensor: Tensor) -> Tensor:
     """A copy that owns its memory and keeps the strides, also of slices and expanded tensors.
 
-    `Tensor.clone` makes those contiguous, and then a result would not be eager's.
+    `Tensor.clone` makes those contiguous, and then a result would not be eager's. A conjugate or
+    negative view stays one.
     """
+    if tensor.is_conj():
+        return clone_layout(tensor.conj()).conj()
+    if tensor.is_neg():
+        return clone_layout(tensor._neg_view())._neg_view()
     copy = tensor.clone()
     if copy.stride() == tensor.stride() and not skew_bytes(tensor):
         return copy

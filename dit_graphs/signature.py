@@ -46,6 +46,7 @@ class TensorSpec(NamedTuple):
 
     `group`: the first leaf that is the same view of the same memory. `overlaps`: earlier leaves
     that share some of its memory, each with the distance in bytes. `skew`: bytes past alignment.
+    `tracked`: it asks for gradients, which a forward may ask it even where none are on.
     """
 
     shape: tuple[int, ...]
@@ -55,6 +56,7 @@ class TensorSpec(NamedTuple):
     group: int
     overlaps: tuple[tuple[int, int], ...] = ()
     skew: int = 0
+    tracked: bool = False
 
     def __str__(self) -> str:
         size = "×".join(map(str, self.shape)) or "scalar"
@@ -120,7 +122,7 @@ class Signature:
         if not lines and any(a.stride != b.stride for a, b in specs):
             lines.append("tensor strides differ")
         if not lines and self.tensors != other.tensors:
-            lines.append("tensor devices, alignments or shared memory differ")
+            lines.append("tensor devices, alignments, shared memory or requires_grad differ")
         if self.ambient != other.ambient:
             lines.append(f"settings: {_changed_items(self.ambient, other.ambient)}")
         if self.extra != other.extra:
@@ -246,12 +248,16 @@ def _specs(tensors: list[Tensor]) -> list[TensorSpec]:
     for index, tensor in enumerate(tensors):
         if tensor.layout is not torch.strided:
             raise UnknownLeaf(str(tensor.layout))
+        if tensor.is_neg() or tensor.is_conj():  # its memory holds other values than it does
+            raise UnknownLeaf("conjugate view (pass its resolve_conj() or resolve_neg())")
         spec = TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, index)
         pointer = tensor.untyped_storage().data_ptr()
         # nearly every tensor starts at an aligned address
         skew = skew_bytes(tensor) if tensor.data_ptr() & 255 else 0
         if skew:
             spec = spec._replace(skew=skew)
+        if tensor.requires_grad:
+            spec = spec._replace(tracked=True)
         if pointer:
             earlier = storages.setdefault(pointer, [])
             if earlier:

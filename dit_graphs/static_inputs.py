@@ -23,6 +23,11 @@ def _version(tensor: Tensor) -> int | None:
     return tensor._version
 
 
+def _tracked_like(buffer: Tensor, tensor: Tensor) -> Tensor:
+    """The buffer asks for gradients where the tensor does: a forward may look."""
+    return buffer.requires_grad_() if tensor.requires_grad else buffer
+
+
 class StaticInputs:
     """Buffers for the tensor leaves of one signature, in freeze order, on `device`.
 
@@ -38,7 +43,7 @@ class StaticInputs:
                 if groups[index] != index:
                     self.buffers.append(self.buffers[groups[index]])
                     continue
-                self.buffers.append(empty_like_layout(tensor, device))
+                self.buffers.append(_tracked_like(empty_like_layout(tensor, device), tensor))
         self.proven = [False] * len(tensors)
         self.suspects: set[int] = set()
         self.rebind_always: frozenset[int] = frozenset()
@@ -136,5 +141,8 @@ class StaticInputs:
 
     def copies(self) -> list[Tensor]:
         """New tensors with the buffers' values, layouts and shared memory."""
-        fresh = {index: clone_layout(self.buffers[index]) for index in self._leaders()}
+        fresh = {
+            index: _tracked_like(clone_layout(self.buffers[index]), self.buffers[index])
+            for index in self._leaders()
+        }
         return [fresh[group] for group in self.groups]
