@@ -256,7 +256,7 @@ class GraphHolding:
         """What the graphs of this component hold, those of its other methods and modules too."""
         return sum(
             holder.graph_bytes()
-            for holder in list(self.state.holders)
+            for holder in self.state.holders
             if isinstance(holder, GraphHolding)
             and holder.config is self.config
             and holder.options.component == self.options.component

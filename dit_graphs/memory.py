@@ -56,6 +56,32 @@ class GraphHolder(Protocol):
     def holds_graphs(self) -> bool: ...
 
 
+class Holders:
+    """Everybody who keeps recordings on one device, held weakly.
+
+    Threads come, go and look at once; a bare WeakSet raises where it grows under a look.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection inside may close somebody
+        self._known: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
+
+    def add(self, holder: GraphHolder) -> None:
+        """`holder` is one of them."""
+        with self._lock:
+            self._known.add(holder)
+
+    def discard(self, holder: GraphHolder) -> None:
+        """`holder` is none of them."""
+        with self._lock:
+            self._known.discard(holder)
+
+    def __iter__(self) -> Iterator[GraphHolder]:
+        """Those there are at this moment."""
+        with self._lock:
+            return iter(list(self._known))
+
+
 class DeviceState:
     """What is true of any device; `HostState` and `CudaState` add how work is ordered."""
 
@@ -64,14 +90,19 @@ class DeviceState:
         self.gate = CaptureGate()
         self.replay_lock = threading.RLock()
         self.generation = 0
-        self.holders: weakref.WeakSet[GraphHolder] = weakref.WeakSet()
+        self.holders = Holders()
         self._replaying = 0
+        self._replayer: int | None = None
         self._retire_later = False
         self._turn = Held(self.begin_replay, self.end_replay)
 
     def replaying(self) -> AbstractContextManager[None]:
         """Held from bind to hand-out. Raises `CaptureAborted` inside another replay's break."""
         return self._turn
+
+    def is_replaying_here(self) -> bool:
+        """Whether the calling code runs in a break of a replay."""
+        return self._replayer == threading.get_ident()
 
     def begin_replay(self) -> None:
         """See `replaying`."""
@@ -81,6 +112,7 @@ class DeviceState:
                 raise CaptureAborted(Reason.NESTED_REPLAY, "")
             self._begin_order()
             self._replaying += 1
+            self._replayer = threading.get_ident()
         except BaseException:
             self.replay_lock.release()
             raise
@@ -91,6 +123,7 @@ class DeviceState:
             self._end_order()
         finally:
             self._replaying -= 1
+            self._replayer = None
             try:
                 if self._retire_later:
                     self.retire()
@@ -163,14 +196,14 @@ class DeviceState:
             if self._retire_later:
                 return 0
             self.settle()
-            dropped = sum(holder.drop_graphs() for holder in list(self.holders))
+            dropped = sum(holder.drop_graphs() for holder in self.holders)
             self._new_pool()
             self.generation += 1
             return dropped
 
     def retire_if_unused(self) -> None:
         """The memory of a pool in which no graph is left goes back to the device."""
-        if not any(holder.holds_graphs() for holder in list(self.holders)):
+        if not any(holder.holds_graphs() for holder in self.holders):
             self.retire()
 
     def _new_pool(self) -> None:

@@ -139,6 +139,8 @@ class GraphRunner(GraphHolding):
     def _learn(self, entry: Entry, call: Call) -> object:
         if self.config.capture == "warmup_only" and not self._capturer.is_warming_up:
             return self._miss(entry, call, Reason.WARMUP_ONLY)
+        if self.state.is_replaying_here():  # whoever is only called there never replays
+            return self._plain(entry, call, Reason.NESTED_REPLAY)
         if not self._learning.acquire(blocking=False):  # another thread is learning the module
             return self._plain(entry, call)
         try:
@@ -337,7 +339,8 @@ class GraphRunner(GraphHolding):
     # Eager.
     def _miss(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:
         differs = self._difference(reason, entry.signature)
-        return self._fall_back(reason, detail, call.args, call.kwargs, differs)
+        random = self.state.random_state()
+        return self._fall_back(reason, detail, call.args, call.kwargs, differs, random)
 
     def _fall_back(
         self,
@@ -346,6 +349,7 @@ class GraphRunner(GraphHolding):
         args: tuple[object, ...],
         kwargs: dict[str, object],
         differs: Sequence[str] = (),
+        random: list[Tensor] | None = None,
     ) -> object:
         self.stats.count_eager(reason, detail, differs)
         self._watch.ran_eager = True
@@ -362,6 +366,8 @@ class GraphRunner(GraphHolding):
                 self.stats.component, held >> 20,
             )  # fmt: skip
             self.stats.count_eager(Reason.OUT_OF_MEMORY, f"{held >> 20} MiB of graphs released")
+            if random is not None:  # what the first try drew is drawn again
+                self.state.set_random_state(random)
         except Exception as error:
             forget_refusals(error)
             raise

@@ -70,6 +70,34 @@ def test_b31_out_of_memory_releases_the_graphs_and_tries_once_more(
         assert each.replays > before, "the hot signature came back"
 
 
+def test_the_second_try_draws_what_the_first_one_would_have_drawn() -> None:
+    """Plain eager would not have run out of memory, so it would have drawn once."""
+
+    class Draws(nn.Module):
+        failures = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.rand_like(x)
+            if Draws.failures:
+                Draws.failures -= 1
+                raise torch.OutOfMemoryError("on purpose")
+            return self.linear(x + noise)
+
+    twin = Twin(Draws(), RECORDED)
+    _serve(twin)
+    state = torch.get_rng_state()
+    expected = twin.plain(RECORDED.randn(6, 8)), torch.rand(1)
+    torch.set_rng_state(state)
+    Draws.failures = 1
+    found = twin.module(RECORDED.randn(6, 8)), torch.rand(1)
+    assert twin.fallbacks["out_of_memory"] == 1
+    assert all(map(torch.equal, found, expected))
+
+
 def test_out_of_memory_without_graphs_is_the_callers() -> None:
     device_state(RECORDED.device).retire()  # other tests' graphs could be released, too
     twin = Twin(Greedy(), RECORDED)

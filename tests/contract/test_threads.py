@@ -17,6 +17,7 @@ import dit_graphs
 from dit_graphs import Reason, eager_on_graph
 from dit_graphs.errors import CaptureAborted
 from dit_graphs.gate import CaptureGate
+from dit_graphs.memory import HostState
 from dit_graphs.wrapping import runner_of
 
 
@@ -269,6 +270,50 @@ def test_a_call_from_a_break_of_a_replay_runs_eagerly(segmenting: Where) -> None
     assert runner_of(outer).stats.replays == 3
     assert runner_of(inner).stats.fallbacks[Reason.NESTED_REPLAY] >= 3
     _equal_calls(inner, segmenting, inner_plain, 30, 2)
+
+
+def test_a_module_called_only_from_a_break_is_not_captured_there(segmenting: Where) -> None:
+    """It never gets to replay: its graph would only take memory, beside those of the outer one."""
+    outer_calls_it, plain = _pair(segmenting, 3)
+    dit_graphs.unwrap(outer_calls_it)
+
+    class Outer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return eager_on_graph(lambda h: outer_calls_it(h))(x.sin()) * 2
+
+    outer = dit_graphs.wrap(Outer(), backend=segmenting.backend)
+    with torch.no_grad():
+        for index in range(12):
+            if index == 4:  # the outer one replays by now
+                dit_graphs.wrap(outer_calls_it, backend=segmenting.backend)
+            x = segmenting.randn(4, 8, seed=index)
+            assert torch.equal(outer(x), plain(x.sin()) * 2)
+    stats = runner_of(outer_calls_it).stats
+    assert stats.captures == 0 and set(stats.fallbacks) == {Reason.NESTED_REPLAY}
+    _equal_calls(outer_calls_it, segmenting, plain, 30, 6)
+    assert stats.captures == 1 and stats.replays
+
+
+def test_runners_may_come_and_go_while_somebody_looks_at_them_all() -> None:
+    """`retire`, budgets and `unwrap` look at all of a device; another thread wraps meanwhile."""
+
+    class Holder:
+        def drop_graphs(self) -> int:
+            return 0
+
+        def holds_graphs(self) -> bool:
+            return False
+
+    state = HostState(torch.device("cpu"))
+    kept = [Holder() for _ in range(3)]
+    for holder in kept[:2]:
+        state.holders.add(holder)
+    seen = []
+    for holder in state.holders:
+        seen.append(holder)
+        state.holders.add(kept[2])
+        state.holders.discard(holder)
+    assert len(seen) == 2 and list(state.holders) == [kept[2]]
 
 
 @pytest.mark.gpu
