@@ -265,14 +265,18 @@ class DecodeRunner:
             cache.token_bytes, cache.nbytes / 2**20,
         )  # fmt: skip
 
-    def grow(self, tokens: int) -> None:
-        """Slots hold texts of `tokens`; what they and the rows hold now is kept."""
-        cache, before = self.slots(), self.rows
-        assert before is not None
+    def grow(self, cache: SlotCache, rows: DecodeState, tokens: int) -> DecodeState:
+        """`cache` holds texts of `tokens`, and what it held; returns `rows` for it.
+
+        Whoever was released while a text is written keeps neither.
+        """
         self.passes.forget()
         cache.extend(slot_length(tokens, cache.length))
-        self.rows = before.extended(cache.length)
+        longer = rows.extended(cache.length)
+        if self.cache is cache:
+            self.rows = longer
         log.info("%s: slots grew to %d tokens", self.stats.component, cache.length)
+        return longer
 
     # After.
     def drop_graphs(self) -> int:

@@ -78,8 +78,8 @@ class Writer(Protocol):
     stats: DecodeStats
     watch: ModuleWatch
 
-    def grow(self, tokens: int) -> None:
-        """Slots hold texts of `tokens`; `cache` and `rows` are others afterwards."""
+    def grow(self, cache: SlotCache, rows: DecodeState, tokens: int) -> DecodeState:
+        """`cache` holds texts of `tokens`, and what it held; returns `rows` for it."""
 
 
 class Writing:
@@ -101,13 +101,14 @@ class Writing:
         self.max_new_tokens = max_new_tokens
         self.longest = max(prompt.lengths)
         self.written = 0
+        # its own: whoever closes the runner meanwhile does not tear the text
+        assert runner.cache is not None and runner.rows is not None
+        self.cache, self.state = runner.cache, runner.rows
         self._plan(prompt.reserved(max_new_tokens))
 
     def _plan(self, tokens: int) -> None:
         """The passes of this bucket over the slots as they are now, for texts of `tokens`."""
         runner = self.runner
-        assert runner.cache is not None and runner.rows is not None
-        self.cache, self.state = runner.cache, runner.rows
         self.context = context_bucket(tokens, self.cache.length)
         key = (ambient_state(runner.device), runner.watch.state_id, self.cache.generation)
         self.model_pass = model_pass(
@@ -200,7 +201,7 @@ class Writing:
 
     def _fit(self, tokens: int) -> None:
         if tokens > self.cache.capacity:
-            self.runner.grow(tokens)
+            self.state = self.runner.grow(self.cache, self.state, tokens)
             self._plan(tokens)
         elif tokens > self.context < self.cache.length:
             self._plan(tokens)

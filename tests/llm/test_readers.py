@@ -8,7 +8,7 @@ import tiny_llms
 import torch
 
 from dit_graphs import Reason
-from dit_graphs.llm import decode
+from dit_graphs.llm import decode, writing
 
 GIVEN = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
@@ -80,3 +80,14 @@ def test_a_reader_that_moves_the_weights_keeps_the_slots_of_its_text(recorded):
 
     assert torch.equal(generator(**batch, **GIVEN, streamer=_Asking(move)), expected)
     assert torch.equal(generator(**batch, **GIVEN), expected)
+
+
+def test_a_reader_that_closes_the_runner_hears_its_text_to_the_end(recorded, qwen3, monkeypatch):
+    """Also where the slots must grow for it; afterwards nothing of them is left."""
+    monkeypatch.setattr(writing, "RESERVED_AT_ONCE", 8)
+    generator, batch = recorded(qwen3), tiny_llms.prompts([6, 3])
+    given = {**GIVEN, "max_new_tokens": 34}
+    expected = qwen3.generate(**batch, **given)
+    assert torch.equal(generator(**batch, **given, streamer=_Asking(generator.close)), expected)
+    report = generator.runner.report()
+    assert report["kv_bytes"] == report["row_bytes"] == 0
