@@ -144,6 +144,11 @@ class Entry:
         self.lost_ms, self.replays = 0.0, 0
 
     @property
+    def draws(self) -> bool:
+        """Whether the pass drew from generators that were handed to it or kept by its module."""
+        return self.observation is not None and bool(self.observation.generators)
+
+    @property
     def has_effects(self) -> bool:
         """Whether a replay that is given up leaves traces: breaks, random numbers, writes."""
         seen = self.observation

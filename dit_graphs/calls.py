@@ -107,8 +107,9 @@ class RunnerOptions:
 class Call:
     """One call: as the caller wrote it (`args`, `kwargs`), and normalised (`positional`, `named`).
 
-    `tensors` are its tensor leaves in freeze order of the normalised form. `has_turned`: a decision
-    inside it has already led to another graph than the expected one.
+    `tensors` are its tensor leaves in freeze order of the normalised form. `names_generators`: its
+    signature tells one random generator from another. `has_turned`: a decision inside it has
+    already led to another graph than the expected one.
     """
 
     args: tuple[object, ...]
@@ -117,6 +118,7 @@ class Call:
     named: dict[str, object]
     tensors: list[Tensor]
     request: Request | None
+    names_generators: bool
     has_turned: bool = False
 
 

@@ -61,6 +61,7 @@ class GraphRunner(GraphHolding):
         self._form = CallForm(self._form_source, options.ignore)
         self._watch = ModuleWatch(module)
         self._learning = threading.Lock()
+        self._draws_from_generators = False  # until a pass does: most only hand them on
         self._open_family()
         self._settle_on(device_of(module))
 
@@ -108,7 +109,8 @@ class GraphRunner(GraphHolding):
         try:
             keyed = self._form.keyed(named)
             arguments = (positional, keyed) if positional else keyed
-            signature = sign(arguments, ambient_state(self.device), self._extra(), tensors)
+            ambient, draws = ambient_state(self.device), self._draws_from_generators
+            signature = sign(arguments, ambient, self._extra(), tensors, names_generators=draws)
         except UnknownLeaf as leaf:
             if leaf.kind == "size":
                 raise CaptureAborted(Reason.SIGNATURE_TOO_LARGE) from None
@@ -121,7 +123,7 @@ class GraphRunner(GraphHolding):
             entry = self.cache.add(signature, self.options.policy, number, self._own_key())
         if request is not None:
             request.count(signature)
-        return Call(args, kwargs, positional, named, tensors, request), entry
+        return Call(args, kwargs, positional, named, tensors, request, draws), entry
 
     def _serve(self, entry: Entry, call: Call) -> object:
         if entry.state is State.READY:
@@ -193,6 +195,10 @@ class GraphRunner(GraphHolding):
         moved = self._adopt(entry)
         if moved is not None:
             entry.block_until_retry(*moved)
+            return result
+        if entry.draws and not call.names_generators:
+            self._draws_from_generators = True  # from now on each is an argument of its own
+            entry.release()
             return result
         if self._capturer.is_observed(entry):
             self._capture(entry, call)

@@ -231,12 +231,22 @@ class CallForm:
         return isinstance(value, (bool, int, str)) and value == default
 
 
-def sign(call: object, ambient: Hashable, extra: Hashable, tensors: list[Tensor]) -> Signature:
+def sign(
+    call: object,
+    ambient: Hashable,
+    extra: Hashable,
+    tensors: list[Tensor],
+    *,
+    names_generators: bool = True,
+) -> Signature:
     """The signature of `call` (a tree); its tensors are appended to `tensors` in order.
+
+    Without `names_generators` all generators of one device are the same argument: exact as long as
+    nothing is drawn from them.
 
     Raises `tree.UnknownLeaf` for an argument without an exact key.
     """
-    structure = freeze(call, tensors, _leaf_keys)
+    structure = freeze(call, tensors, _leaf_keys, names_generators=names_generators)
     specs = tuple(_specs(tensors))
     value = hash((structure, specs, ambient, extra))
     return Signature(structure, specs, ambient, extra, value)

@@ -74,14 +74,19 @@ class Identity:
 
 
 def freeze(
-    value: object, tensors: list[Tensor], keys: LeafKeys = _NO_KEYS, limit: int = 4096
+    value: object,
+    tensors: list[Tensor],
+    keys: LeafKeys = _NO_KEYS,
+    limit: int = 4096,
+    *,
+    names_generators: bool = True,
 ) -> Hashable:
     """A hashable copy of `value`'s structure and Python leaves; tensors go to `tensors` in order.
 
     `True`, `1` and `1.0` freeze differently, as do `0.0` and `-0.0`. Raises `UnknownLeaf`.
     """
     try:
-        return _Freezer(tensors, keys, limit).walk(value)
+        return _Freezer(tensors, keys, limit, names_generators).walk(value)
     except RecursionError:  # a container that holds itself
         raise UnknownLeaf("size") from None
 
@@ -94,12 +99,15 @@ def typed(key: Hashable) -> Hashable:
 
 
 class _Freezer:
-    __slots__ = ("budget", "keys", "tensors")
+    __slots__ = ("budget", "keys", "names_generators", "tensors")
 
-    def __init__(self, tensors: list[Tensor], keys: LeafKeys, limit: int) -> None:
+    def __init__(
+        self, tensors: list[Tensor], keys: LeafKeys, limit: int, names_generators: bool
+    ) -> None:
         self.tensors = tensors
         self.keys = keys
         self.budget = limit
+        self.names_generators = names_generators
 
     def walk(self, value: object) -> Hashable:
         self.budget -= 1
@@ -134,7 +142,7 @@ class _Freezer:
         if isinstance(value, slice):
             return (kind, self.walk((value.start, value.stop, value.step)))
         if isinstance(value, torch.Generator):
-            return (kind, Identity(value))
+            return (kind, Identity(value) if self.names_generators else str(value.device))
         if isinstance(value, (int, str)):  # subclasses: numpy integers are not among them
             return (kind, repr(value))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

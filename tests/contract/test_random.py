@@ -85,7 +85,7 @@ def test_an_explicit_generator_goes_on_as_eagers(graphing: Where, capture: str) 
     dit_graphs.wrap(module, backend=graphing.backend, capture=capture)
     mine = torch.Generator(graphing.device).manual_seed(3)
     theirs = torch.Generator(graphing.device).manual_seed(3)
-    for index in range(8):
+    for index in range(9):  # one pass finds the draw, and from then on generators have names
         x = graphing.randn(4, seed=index)
         expected = x + torch.randn(4, generator=theirs, device=graphing.device)
         assert torch.equal(module(x, mine), expected), f"call {index}"
@@ -103,6 +103,48 @@ def test_another_generator_is_another_signature(graphing: Where) -> None:
             x = graphing.randn(4, seed=index)
             expected = x + torch.randn(4, generator=theirs, device=graphing.device)
             assert torch.equal(module(x, mine), expected)
+
+
+def test_a_generator_that_is_only_handed_on_is_no_part_of_the_signature(graphing: Where) -> None:
+    """Stable Diffusion passes the picture's generator to an autoencoder that never asks it."""
+
+    class Decodes(nn.Module):
+        def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+            return x * 2 + 1
+
+    module = Decodes()
+    dit_graphs.wrap(module, backend=graphing.backend)
+    for seed in range(8):
+        x = graphing.randn(4, seed=seed)
+        generator = torch.Generator(graphing.device).manual_seed(seed)
+        assert torch.equal(module(x, generator=generator), x * 2 + 1)
+    component = dit_graphs.stats(module)["components"]["denoiser"]
+    assert component["replays"] == 5 and component["captures"] == 1
+
+
+def test_a_draw_that_one_size_alone_makes_is_found(graphing: Where) -> None:
+    """Sizes like an earlier one are captured without a pass of their own."""
+
+    class Draws(nn.Module):
+        def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
+            if x.shape[0] < 5:
+                return x + 1
+            return x + torch.randn(x.shape, generator=generator, device=x.device)
+
+    module = Draws()
+    dit_graphs.wrap(module, backend=graphing.backend)
+    for size in (3, 4, 6, 3, 6):
+        for seed in range(3):
+            mine = torch.Generator(graphing.device).manual_seed(seed)
+            theirs = torch.Generator(graphing.device).manual_seed(seed)
+            for index in range(4):
+                x = graphing.randn(size, seed=index)
+                noise = torch.randn(size, generator=theirs, device=graphing.device)
+                expected = x + (1 if size < 5 else noise)
+                assert torch.equal(module(x, mine), expected), (size, seed, index)
+                if size >= 5:
+                    assert torch.equal(mine.get_state(), theirs.get_state())
+    assert dit_graphs.stats(module)["components"]["denoiser"]["replays"] >= 10
 
 
 def test_a_generator_held_by_the_module(graphing: Where) -> None:

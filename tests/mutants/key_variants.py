@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from variant import CONTRACT, FOOTGUNS, variant
 
-from dit_graphs import holding, runner, signature
+from dit_graphs import cache, holding, runner, signature
 from dit_graphs.module_watch import ModuleWatch
 
 
@@ -26,6 +26,14 @@ def _no_dtype(patch: pytest.MonkeyPatch) -> None:
 @variant("key without stride", f"{CONTRACT}/test_inputs.py::test_strides_make_another_graph")
 def _no_stride(patch: pytest.MonkeyPatch) -> None:
     _specs_with(patch, stride=())
+
+
+@variant(
+    "generators without names where a pass draws",
+    f"{CONTRACT}/test_random.py::test_another_generator_is_another_signature",
+)
+def _no_generators(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cache.Entry, "draws", False)
 
 
 @variant(
@@ -56,8 +64,8 @@ def _no_groups(patch: pytest.MonkeyPatch) -> None:
 def _no_leaves(patch: pytest.MonkeyPatch) -> None:
     exact = signature.freeze
 
-    def freeze(call: object, tensors: list[Tensor], *more: object) -> object:
-        return signature._mask(exact(call, tensors, *more))
+    def freeze(call: object, tensors: list[Tensor], *more: object, **named: object) -> object:
+        return signature._mask(exact(call, tensors, *more, **named))
 
     patch.setattr(signature, "freeze", freeze)
 

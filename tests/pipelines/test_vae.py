@@ -63,6 +63,23 @@ def test_a_replayed_encode_hands_out_an_equal_distribution(name: str, as_tuple: 
     dit_graphs.restore(pipe)
 
 
+def test_a_decode_that_is_handed_each_pictures_generator_is_served() -> None:
+    """As Stable Diffusion 1.5 calls it; AutoencoderKL never asks the generator."""
+    pipe, plain = tiny.build("sdxl"), tiny.build("sdxl")
+    dit_graphs.accelerate(pipe, backend="recorded")
+    with torch.no_grad():
+        for seed in range(5):
+            latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+            mine, theirs = (
+                p.vae.decode(latents, return_dict=False, generator=torch.Generator())[0]
+                for p in (pipe, plain)
+            )
+            assert torch.equal(mine, theirs)
+    decode = runner_of(pipe.vae, "decode").stats
+    assert decode.replays == 2, decode.details
+    dit_graphs.restore(pipe)
+
+
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_and_videos_are_decoded_from_graphs(name: str) -> None:
     pipe, plain = tiny.build(name), tiny.build(name)
