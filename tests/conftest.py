@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+MAX_PROCESSES = 4
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 # Before any test imports transformers or diffusers: a test that reaches for a hub fails at once.
@@ -25,6 +26,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for folder in (ROOT, ROOT / "tests" / "support"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes of a run without `-n`: at most one per core and four, none for single files.
+
+    A process holds some 1.5 GiB, and importing torch takes it longer than most files take to run.
+    """
+    paths = [Path(str(argument).partition("::")[0]) for argument in config.args]
+    if all(path.suffix == ".py" for path in paths):
+        return 0
+    return min(os.cpu_count() or 1, MAX_PROCESSES)
 
 
 def _missing_hardware() -> set[str]:

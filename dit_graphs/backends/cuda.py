@@ -41,7 +41,14 @@ class _Span:
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """A tensor of the same address and layout that keeps nothing alive."""
+    """A tensor of the same address and layout that keeps nothing alive.
+
+    A conjugate or negative view stays one: it is the same bytes read in another way.
+    """
+    if tensor.is_conj():
+        return borrow(tensor.conj()).conj()
+    if tensor.is_neg():
+        return borrow(tensor._neg_view())._neg_view()
     numel = span_numel(tuple(tensor.shape), tensor.stride())
     if numel == 0:
         return tensor.detach()
