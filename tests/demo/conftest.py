@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from demo_http import Stranger
 from demo_studio import make_studio
 
 import dit_graphs
 from dit_graphs.app.demo.studio import Studio
+
+if TYPE_CHECKING:
+    from demo_http import Stranger
 
 
 @pytest.fixture(scope="module")
@@ -32,4 +35,6 @@ def address(studio: Studio) -> str:
 
 @pytest.fixture
 def stranger(address: str) -> Stranger:
+    from demo_http import Stranger
+
     return Stranger(address)

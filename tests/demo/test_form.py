@@ -13,6 +13,8 @@ from demo_studio import a_form, run_job, studio_of
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+pytest.importorskip("gradio")
+
 from dit_graphs import GraphConfig
 from dit_graphs.app.demo import work
 from dit_graphs.app.demo.filling import form_of

@@ -9,8 +9,11 @@ import zlib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import httpx
 import pytest
+
+pytest.importorskip("gradio")
+
+import httpx
 from demo_http import META, SMALL, Stranger, png_of, record_of, restored
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo

@@ -6,6 +6,9 @@ import json
 import threading
 
 import pytest
+
+pytest.importorskip("gradio")
+
 from demo_http import SMALL, Stranger, png_of, record_of, restored
 
 

@@ -11,6 +11,8 @@ import torch
 from demo_studio import EXTRA, a_form, run_job, studio_of
 from PIL import Image
 
+pytest.importorskip("gradio")
+
 from dit_graphs import GraphConfig
 from dit_graphs.app.demo import work
 from dit_graphs.app.demo.compare import Comparison, compare
