@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import diffusers
@@ -107,7 +106,7 @@ def test_b21_an_image_after_a_swap_takes_the_time_of_a_warm_one():
         warm.append(seconds())
         _load(2 + number, 8, hotswap=True)(pair.fast)
         swapped.append(seconds())
-    ratio = statistics.median(swapped) / statistics.median(warm)
+    ratio = min(swapped) / min(warm)  # other work on the machine only ever adds
     print(f"image after a swap / warm image: {ratio:.3f}")
     assert ratio <= 1.1
 
