@@ -17,8 +17,9 @@ from dit_graphs.pipelines import disabled
 
 from .form import Form
 from .jobs import Job
+from .recovery import recovering
 from .studio import Studio
-from .work import Finished, Prepared, prepare, recovering, run_once, warm_for
+from .work import Finished, Prepared, prepare, run_once, warm_for
 
 __all__ = ["Comparison", "Difference", "compare", "difference_of"]
 

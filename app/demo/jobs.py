@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from enum import Enum
 
 from PIL import Image
 
-__all__ = ["Job", "JobQueue", "JobState", "Progress", "QueueFull", "Stopped"]
+__all__ = ["Job", "JobQueue", "JobState", "Progress", "QueueFull", "Stopped", "let_go"]
 
 log = logging.getLogger("dit_graphs.demo")
 _ids = itertools.count(1)
@@ -202,10 +203,12 @@ class JobQueue:
                 job = self._running = self._waiting.popleft()
                 job.state, job.started = JobState.RUNNING, time.perf_counter()
                 job.version += 1
-            outcome = _run(job)
+            state, error = _run(job)
+            let_go(error)
             with self._changed:
                 self._running = None
-                job.finish(*outcome)
+                job.finish(state, error)
+            del job, error  # what they hold belongs to the page: the next job needs the memory
 
 
 def _run(job: Job) -> tuple[JobState, BaseException | None]:
@@ -214,7 +217,20 @@ def _run(job: Job) -> tuple[JobState, BaseException | None]:
         job.work(job)
     except Stopped:
         return JobState.STOPPED, None
-    except Exception as error:
+    except BaseException as error:  # an exit in a pipeline would end the only worker, and the line
         log.info("job %d failed", job.number, exc_info=error)
         return JobState.FAILED, error
     return JobState.DONE, None
+
+
+def let_go(error: BaseException | None) -> None:
+    """The calls that raised `error`, or one it was raised from, hold nothing any more."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)  # those still running keep their locals
+        waiting += [found.__cause__, found.__context__]

@@ -21,6 +21,14 @@ __all__ = ["Problem", "is_out_of_memory", "problem_of", "without_places"]
 # Two names or more after a slash; neither an address nor owner/name of a hub.
 _PLACE = re.compile(r"(?<![\w/.:])(?:~|\.{1,2})?(?:/[^\s/'\"<>:,;()\[\]]+){2,}/?")
 
+# Of the CPU's allocator, CUDA, and the libraries that ask CUDA themselves (cuBLAS, cuDNN).
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "status_alloc_failed",
+    "allocation_failed",
+)
 _NAMES = {
     "num_inference_steps": "steps",
     "guidance_scale": "guidance",
@@ -45,9 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "not enough memory" in text or "out of memory" in text
-    )
+    return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
 
 
 def problem_of(error: BaseException, held_bytes: int = 0, *, num_pictures: int = 0) -> Problem:

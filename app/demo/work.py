@@ -8,8 +8,6 @@ picture and for eight.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -32,7 +30,7 @@ from dit_graphs.pipelines.generate.fitting import fitted
 from .form import Form, request_of, sizes_of
 from .gpu_busy import BusyMeter, busy_meter
 from .jobs import Job
-from .problems import is_out_of_memory
+from .recovery import recovering
 from .rewriting import rewrite
 from .steps import watch_steps
 from .studio import GraphSnapshot, Studio
@@ -46,7 +44,6 @@ __all__ = [
     "Warmed",
     "generate",
     "prepare",
-    "recovering",
     "run_once",
     "warm_for",
     "warm_up",
@@ -282,17 +279,6 @@ def write(studio: Studio, prompt: str, seed: int, job: Job) -> None:
     if len(prompt) > studio.limits.text:
         raise InputError("prompt", f"expected at most {studio.limits.text:,} characters here")
     job.show(stage="writing")
-    text = rewrite(studio.pipe, prompt, seed=seed, on_text=lambda text: job.show(text=text))
+    with recovering(studio):
+        text = rewrite(studio.pipe, prompt, seed=seed, on_text=lambda text: job.show(text=text))
     job.add(text)
-
-
-@contextmanager
-def recovering(studio: Studio) -> Iterator[None]:
-    """After a failure the snapshot is right, and memory that was freed serves the next request."""
-    try:
-        yield
-    except BaseException as error:
-        studio.refresh()
-        if is_out_of_memory(error):
-            studio.recover_from_out_of_memory()
-        raise

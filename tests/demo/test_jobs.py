@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -112,6 +114,31 @@ def test_a_failed_job_says_why_and_the_next_one_runs(queue: JobQueue) -> None:
     assert str(failed.error) == "no such luck"
     assert failed.results == ["first picture"]
     assert after.results == ["fine"]
+
+
+def test_an_exit_inside_a_job_does_not_end_the_line(queue: JobQueue) -> None:
+    failed = queue.submit(lambda job: sys.exit(3))
+    after = queue.submit(lambda job: job.add("fine"))
+    assert after.wait(10)
+    assert failed.state is JobState.FAILED
+    assert after.results == ["fine"]
+
+
+def test_the_line_keeps_nothing_of_a_job_that_is_over(queue: JobQueue) -> None:
+    """A picture or an error that waits for the next job is memory that job may need."""
+    kept: list[weakref.ref[Held]] = []
+
+    def work(job: Job) -> None:
+        large = Held()
+        kept.append(weakref.ref(large))
+        job.add(large)
+        raise RuntimeError("with everything it came through")
+
+    assert queue.submit(work).wait(10)
+    until = time.monotonic() + 10
+    while kept[0]() is not None and time.monotonic() < until:
+        time.sleep(0.005)
+    assert kept[0]() is None
 
 
 def test_a_full_line_refuses_and_forgets(queue: JobQueue) -> None:
