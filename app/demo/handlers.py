@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import gradio as gr
 
@@ -22,10 +21,11 @@ from .compare_view import comparison_html, empty_comparison_html
 from .filling import form_of
 from .form import Form
 from .graphs_panel import panel_html, running_panel_html
+from .history import History, Kept, with_newest
 from .jobs import Job, JobState, QueueFull
 from .markup import millis, plural, text
 from .problems import Problem, problem_of
-from .stage import details_html, error_html, running_html, status_html
+from .stage import error_html, running_html, status_html
 from .studio import Studio
 from .work import Finished, Live, Warmed
 
@@ -33,9 +33,7 @@ __all__ = ["Handlers"]
 
 _POLL_SECONDS = 0.08
 _PANEL_SECONDS = 0.25
-_MAX_HISTORY = 24
 _NO_GRAPHS = {"none": "there is no CUDA device", "off": "graphs are off"}  # by backend
-History: TypeAlias = "list[Finished]"
 
 
 class Handlers:
@@ -61,29 +59,23 @@ class Handlers:
             panel = live.update(job)
             yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), panel, skip
         made = [result for result in job.results if isinstance(result, Finished)]
-        history = [*made, *history][:_MAX_HISTORY]
+        history = with_newest(made, history)
         stage = self._outcome(job, made, form)
         panel = self._panel(made[-1]) if made else self._stopped_panel(job)
         if not history:
             yield stage, gr.Gallery(visible=False), "", _hidden(), _hidden(), panel, history
             return
-        shown = history[0]
-        gallery = gr.Gallery(value=self._entries(history), selected_index=0, visible=True)
-        yield stage, gallery, *self._details(shown), panel, history
+        entries = [(str(kept.path), f"seed {kept.seed}") for kept in history]
+        gallery = gr.Gallery(value=entries, selected_index=0, visible=True)
+        yield stage, gallery, *self._details(history[0]), panel, history
 
-    def _entries(self, history: History) -> list[tuple[str, str]]:
-        return [
-            (str(self.studio.publish(path, finished.item.record)), f"seed {finished.item.seed}")
-            for finished in history
-            for path in finished.item.files[:1]
-        ]
+    def _details(self, kept: Kept) -> tuple[object, object, object]:
+        if not kept.path.is_file():  # the page is older than its pictures
+            return kept.details, _hidden(), _hidden()
+        download = gr.DownloadButton(value=str(kept.path), visible=True)
+        return kept.details, download, gr.Button(visible=True)
 
-    def _details(self, finished: Finished) -> tuple[object, object, object]:
-        path = str(self.studio.publish(finished.item.files[0], finished.item.record))
-        download = gr.DownloadButton(value=path, visible=True)
-        return details_html(finished), download, gr.Button(visible=True)
-
-    def _outcome(self, job: Job, made: History, form: Form) -> str:
+    def _outcome(self, job: Job, made: Sequence[Finished], form: Form) -> str:
         if job.state is JobState.FAILED:
             return error_html(self._problem(job, form))
         if job.state is JobState.STOPPED:
@@ -115,10 +107,9 @@ class Handlers:
 
     def select(self, history: History, chosen: gr.SelectData) -> tuple[object, object, object]:
         """The parameters of the picture that was picked in the gallery."""
-        entries = [finished for finished in history if finished.item.files]
-        if not entries:  # the page is older than its pictures
+        if not history:  # the server has forgotten a page that was left alone
             return "", _hidden(), _hidden()
-        return self._details(entries[min(int(chosen.index), len(entries) - 1)])
+        return self._details(history[min(int(chosen.index), len(history) - 1)])
 
     def stop(self, request: gr.Request) -> None:
         """Everything this page waits for ends at its next step."""

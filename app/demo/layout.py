@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import gradio as gr
 
+from . import history
 from .compare_view import empty_comparison_html
 from .graphs_panel import panel_html
 from .markup import text
@@ -55,7 +56,7 @@ def build_parts(studio: Studio) -> Parts:
     """The whole page, inside an open `gr.Blocks`."""
     parts = Parts()
     parts.named["mode"] = gr.State(studio.plans[0].mode.value)
-    parts.named["history"] = gr.State([], time_to_live=3600)
+    parts.named["history"] = gr.State([], time_to_live=history.SECONDS)
     gr.HTML(_header(studio), elem_id="dg-header")
     with gr.Row(elem_id="dg-main", equal_height=False):
         with gr.Column(scale=0, min_width=340, elem_id="dg-controls"):

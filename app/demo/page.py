@@ -6,12 +6,14 @@ The line in front of the pipeline is ours; Gradio's own would hide how many peop
 
 from __future__ import annotations
 
+import signal
+
 import gradio as gr
 
 from .filling import Filler
 from .handlers import Handlers
 from .layout import FIELDS, Parts, build_parts
-from .studio import Studio
+from .studio import KEPT_SECONDS, Studio
 from .theme import head_html, make_theme, style_sheet
 from .uploads import GuardedBlocks
 
@@ -25,7 +27,7 @@ def build(studio: Studio) -> gr.Blocks:
         title="dit-graphs",
         analytics_enabled=False,
         fill_width=True,
-        delete_cache=(3600, 86400),
+        delete_cache=(3600, KEPT_SECONDS),
     ) as page:
         parts = build_parts(studio)
         _connect_work(parts, Handlers(studio), page)
@@ -88,7 +90,25 @@ def launch(
     is_blocking: bool = True,
     opens_browser: bool = False,
 ) -> str:
-    """The page is served; its address is returned, or, if blocking, once the server has stopped."""
+    """The page is served; its address is returned, or, if blocking, once the server has stopped.
+
+    Blocking, from the main thread: `studio` is closed however it ends.
+    """
+    if not is_blocking:
+        return _serve(studio, host, port, opens_browser)[1]
+    try:
+        page, address = _serve(studio, host, port, opens_browser)
+        print(f"the demo is at {address}  (Ctrl-C ends it)", flush=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+        page.block_thread()
+    finally:
+        studio.close()  # also where the port is taken: its folder would stay
+    return address
+
+
+def _serve(
+    studio: Studio, host: str, port: int | None, opens_browser: bool
+) -> tuple[gr.Blocks, str]:
     page = build(studio)
     page.queue(default_concurrency_limit=None, api_open=False)
     _, address, _ = page.launch(
@@ -107,10 +127,4 @@ def launch(
         ssr_mode=False,
         enable_monitoring=False,
     )
-    if is_blocking:
-        print(f"the demo is at {address}  (Ctrl-C ends it)", flush=True)
-        try:
-            page.block_thread()
-        finally:
-            studio.close()
-    return str(address)
+    return page, str(address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,12 +36,13 @@ from .preview import Previewer
 from .rewriting import can_rewrite
 from .telling_apart import told_apart
 
-__all__ = ["GraphSnapshot", "Studio"]
+__all__ = ["KEPT_SECONDS", "GraphSnapshot", "Studio"]
 
 log = logging.getLogger("dit_graphs.demo")
 # A stop waits for the step at work, and so does everybody in the line: at 2048 × 2048 one step of a
 # small model takes minutes on a CPU.
 _CPU_SIDE = 1024
+KEPT_SECONDS = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +160,20 @@ class Studio:
     def publish(self, path: Path, record: Mapping[str, Json] | None = None) -> Path:
         """A file's copy where the web server may read it: the page never gets the output folder.
 
-        A film's copy carries `record`, as a picture does by itself.
+        A film's copy carries `record`, as a picture does by itself. Copies of yesterday go.
         """
+        _remove_old(self.shown)
         is_film = record is not None and path.suffix == films.SUFFIX
         if self.output == self.shown and not is_film:
             return path
         folder = self.shown / "films" if is_film else self.shown
         folder.mkdir(exist_ok=True)
         copy = folder / path.name
-        if is_film and copy.exists():  # names are taken once
-            return copy
-        shutil.copyfile(path, copy)
+        half = folder / f".{path.name}"  # a full disk must not leave half a file to be shown
+        shutil.copyfile(path, half)
         if is_film and record is not None:
-            films.stamp(copy, record)
-        return copy
+            films.stamp(half, record)
+        return half.replace(copy)
 
     @property
     def backend(self) -> str:
@@ -227,6 +229,14 @@ class Studio:
         except GraphError:  # already restored by the caller
             log.debug("the pipeline is not accelerated any more")
         shutil.rmtree(self.shown, ignore_errors=True)
+
+
+def _remove_old(folder: Path) -> None:
+    """A server that runs for months keeps no file longer than a page can show it."""
+    oldest = time.time() - KEPT_SECONDS
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
 
 
 def _tell_apart(numbers: dict[str, object], acceleration: Acceleration) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import Tensor
 
@@ -58,7 +59,10 @@ TYPICAL_PROMPT = "a red fox that sits in tall grass at sunrise, soft light, a de
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One finished picture or video, the timeline of its run, and the graphs after it."""
+    """One finished picture or video, the timeline of its run, and the graphs after it.
+
+    `shown` is the file a page may have, where the picture was saved.
+    """
 
     item: Item
     request: GenerateRequest
@@ -66,6 +70,7 @@ class Finished:
     snapshot: GraphSnapshot
     line: str
     note: str = ""
+    shown: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,7 @@ def run_once(
         snapshot=studio.refresh(),
         line=use_line(item.graph_use, loaded.device),
         note=guidance_note(pipe, request) or "",
+        shown=studio.publish(item.files[0], item.record) if item.files else None,
     )
 
 
