@@ -25,7 +25,7 @@ from .starting import start_form
 from .studio import Studio
 from .uploads import is_upload
 
-__all__ = ["Filler", "form_of"]
+__all__ = ["Filler", "form_of", "seed_of"]
 
 _MAX_DIGITS = 19
 _NUMBERS = ("width", "height", "num_frames", "fps", "steps", "guidance", "count", "strength")
@@ -39,19 +39,19 @@ def form_of(values: Sequence[object]) -> Form:
         mode=Mode(str(given["mode"])),
         prompt=_text(given["prompt"]),
         negative_prompt=_text(given["negative_prompt"]),
-        width=_number(given["width"]),
-        height=_number(given["height"]),
-        num_frames=_number(given["num_frames"]),
-        steps=_number(given["steps"]),
-        guidance=_number(given["guidance"]),
-        seed=_seed(given["seed"]),
-        count=_number(given["count"]),
+        width=_number("width", given["width"]),
+        height=_number("height", given["height"]),
+        num_frames=_number("num_frames", given["num_frames"]),
+        steps=_number("steps", given["steps"]),
+        guidance=_number("guidance", given["guidance"]),
+        seed=seed_of(given["seed"]),
+        count=_number("count", given["count"]),
         images=tuple(str(path) for path in pictures),
         mask=_text(given["mask"]) or None,
-        strength=_number(given["strength"]),
+        strength=_number("strength", given["strength"]),
         lora=_text(given["lora"]),
         extra=_text(given["extra"]),
-        fps=_number(given["fps"]),
+        fps=_number("fps", given["fps"]),
     )
 
 
@@ -59,12 +59,20 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _number(value: object) -> float | None:
-    return float(cast(float, value)) if value not in (None, "") else None
+def _number(name: str, value: object) -> float | None:
+    if value in (None, ""):
+        return None
+    try:
+        return float(cast(float, value))
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(name, f"expected a number, got {str(value)[:40]!r}") from None
 
 
-def _seed(value: object) -> int | None:
-    """Empty means random; a seed is text on the page, because an empty number would be 0."""
+def seed_of(value: object) -> int | None:
+    """The seed as it was typed, None where it was left open. Raises `InputError`.
+
+    It is text on the page, because an empty number would be 0.
+    """
     words = _text(value).strip()
     if words and not (words.isdecimal() and len(words) <= _MAX_DIGITS):
         raise InputError("seed", f"expected a whole number ≥ 0, or nothing, got {words[:40]!r}")

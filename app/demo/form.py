@@ -16,7 +16,7 @@ from dit_graphs.pipelines.generate import GenerateRequest, InputError, Json
 
 from .modes import Mode, ModePlan
 
-__all__ = ["Form", "Limits", "request_of", "sizes_of"]
+__all__ = ["Form", "Limits", "request_of", "sizes_of", "text_of"]
 
 _MAX_EXTRA = 4000
 _MAX_NUMBER = 8192
@@ -62,18 +62,18 @@ class Form:
 
 def request_of(form: Form, plan: ModePlan, limits: Limits) -> GenerateRequest:
     """The request the form asks for. Raises `InputError` with the field and the allowed values."""
-    prompt = _text("prompt", form.prompt, limits)
+    prompt = text_of("prompt", form.prompt, limits)
     if not prompt and "prompt" in plan.takes:
         raise InputError("prompt", "say what the picture should show")
     values: dict[str, object] = {
         "prompt": prompt or None,
-        "negative_prompt": _text("negative_prompt", form.negative_prompt, limits) or None,
+        "negative_prompt": text_of("negative_prompt", form.negative_prompt, limits) or None,
         "width": _whole("width", form.width, limits.side),
         "height": _whole("height", form.height, limits.side),
         "num_inference_steps": _whole("num_inference_steps", form.steps, limits.steps),
         "guidance_scale": form.guidance,
         "seed": _whole("seed", form.seed, None),
-        "num_images": _whole("num_images", form.count, limits.images) or 1,
+        "num_images": _whole("num_images", form.count, limits.images),
         "set": _extra(form.extra, limits),
     }
     if plan.mode is Mode.VIDEO:
@@ -129,7 +129,8 @@ def _whole(name: str, value: float | None, high: int | None) -> int | None:
     return int(value)
 
 
-def _text(name: str, text: str, limits: Limits) -> str:
+def text_of(name: str, text: str, limits: Limits) -> str:
+    """`text` without the space around it. Raises `InputError` where it is too long."""
     if len(text) > limits.text:
         raise InputError(
             name, f"expected at most {limits.text:,} characters here, got {len(text):,}"

@@ -18,7 +18,7 @@ from dit_graphs.pipelines.generate import InputError
 from . import work
 from .compare import Comparison, compare
 from .compare_view import comparison_html, empty_comparison_html
-from .filling import form_of
+from .filling import form_of, seed_of
 from .form import Form
 from .graphs_panel import panel_html, running_panel_html
 from .history import History, Kept, with_newest
@@ -171,15 +171,11 @@ class Handlers:
     ) -> AsyncIterator[tuple[object, object]]:
         """Updates of (prompt, message): the prompt grows word by word."""
         skip = gr.skip()
-        prompt, seed = str(prompt or ""), str(seed or "").strip()
-        if not prompt.strip():
-            empty = InputError("prompt", "say what the picture should show")
-            yield skip, error_html(problem_of(empty))
-            return
-        chosen = int(seed[:19]) if seed.isdecimal() else 0
+        prompt = str(prompt or "")
         try:
+            chosen = seed_of(seed) or 0
             job = self._submit(lambda job: work.write(self.studio, prompt, chosen, job), request)
-        except QueueFull as error:
+        except (InputError, QueueFull) as error:
             yield skip, error_html(problem_of(error))
             return
         async for _ in self._follow(job):

@@ -165,7 +165,7 @@ _HINTS = {
 
 
 def _number(label: str, value: float | None, elem_id: str) -> gr.Number:
-    return gr.Number(label=label, value=value, precision=0, elem_id=elem_id, min_width=80)
+    return gr.Number(label=label, value=value, elem_id=elem_id, min_width=80)
 
 
 def _image_fields(parts: Parts, studio: Studio) -> None:

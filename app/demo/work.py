@@ -28,7 +28,7 @@ from dit_graphs.pipelines.generate import (
 from dit_graphs.pipelines.generate.arguments import call_arguments
 from dit_graphs.pipelines.generate.fitting import fitted
 
-from .form import Form, request_of, sizes_of
+from .form import Form, request_of, sizes_of, text_of
 from .gpu_busy import BusyMeter, busy_meter
 from .jobs import Job
 from .recovery import recovering
@@ -282,8 +282,9 @@ class _Stoppable:
 
 def write(studio: Studio, prompt: str, seed: int, job: Job) -> None:
     """A longer prompt, shown in the job's progress while it grows; added as text at the end."""
-    if len(prompt) > studio.limits.text:
-        raise InputError("prompt", f"expected at most {studio.limits.text:,} characters here")
+    prompt = text_of("prompt", prompt, studio.limits)
+    if not prompt:
+        raise InputError("prompt", "say what the picture should show")
     job.show(stage="writing")
     with recovering(studio):
         text = rewrite(studio.pipe, prompt, seed=seed, on_text=lambda text: job.show(text=text))

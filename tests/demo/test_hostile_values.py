@@ -104,6 +104,13 @@ def test_a_book_in_a_field_is_refused_in_words(stranger: Stranger) -> None:
         ("width", 1e300),
         ("count", 10**9),
         ("steps", 0),
+        ("count", 0),
+        ("count", 2.5),
+        ("width", 64.5),
+        ("width", "abc"),
+        ("width", [64]),
+        ("height", {"a": 1}),
+        ("guidance", 10**400),
     ],
 )
 def test_a_number_nobody_would_type_is_refused_and_the_next_one_is_fine(
@@ -114,6 +121,16 @@ def test_a_number_nobody_would_type_is_refused_and_the_next_one_is_fine(
     assert "Check “" in fields["dg-stage"]
     success, fields, _ = stranger.send("generate", prompt="x", **SMALL)
     assert "Done: 1 picture" in fields["dg-stage"]
+
+
+@pytest.mark.parametrize("seed", ["-4", "1.5", "9" * 20, "seven"])
+def test_a_rewrite_refuses_the_seed_that_generate_refuses(stranger: Stranger, seed: str) -> None:
+    """It took another one instead, and wrote what no command line writes."""
+    for event, output in (("rewrite", "restored"), ("generate", "stage")):
+        fields = {**SMALL, "seed": seed} if event == "generate" else {"seed": seed}
+        success, shown, _ = stranger.send(event, prompt="a cat", **fields)
+        assert success
+        assert "Check “seed”" in shown[f"dg-{output}"]
 
 
 def test_two_sessions_restore_their_own_settings(address: str) -> None:
