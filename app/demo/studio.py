@@ -6,6 +6,7 @@ pipeline, also for reading counters, so everything the page shows is a copy made
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import shutil
 import tempfile
@@ -133,29 +134,31 @@ class Studio:
         return replace(found, spec=replace(found.spec, lora=self._adapters))
 
     def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
-        """Exactly these LoRA weights act from now on. Raises `InputError`, and none act then.
+        """Exactly these LoRA weights act from now on; whatever is raised, none act then.
 
-        Other strengths of the same files are set in place; other files are loaded.
+        Other strengths of the same files are set in place; other files are loaded. Raises
+        `InputError`.
         """
         if adapters == self._adapters:
             return
-        pipe, spec = self.pipe, replace(self._main.spec, lora=adapters)
-        if [a.path for a in adapters] == [a.path for a in self._adapters]:
-            names = [f"lora_{index}" for index in range(len(adapters))]
-            pipe.set_adapters(names, [adapter.scale for adapter in adapters])
-            self._adapters = adapters
-            return
-        if self._adapters:
-            pipe.unload_lora_weights()
-            self._adapters = ()
-        if adapters:
-            try:
-                set_up(pipe, spec, self.device)
-            except InputError:
-                if hasattr(pipe, "unload_lora_weights"):
-                    pipe.unload_lora_weights()
-                raise
+        try:
+            if [a.path for a in adapters] == [a.path for a in self._adapters]:
+                names = [f"lora_{index}" for index in range(len(adapters))]
+                self.pipe.set_adapters(names, [adapter.scale for adapter in adapters])
+            else:
+                if self._adapters:
+                    self._unload_adapters()
+                if adapters:
+                    set_up(self.pipe, replace(self._main.spec, lora=adapters), self.device)
+        except BaseException:  # half of them would act on every later picture, and no record say so
+            self._unload_adapters()
+            raise
         self._adapters = adapters
+
+    def _unload_adapters(self) -> None:
+        self._adapters = ()
+        if self.takes_lora and importlib.util.find_spec("peft") is not None:
+            self.pipe.unload_lora_weights()
 
     def publish(self, path: Path, record: Mapping[str, Json] | None = None) -> Path:
         """A file's copy where the web server may read it: the page never gets the output folder.

@@ -109,6 +109,46 @@ def test_weights_of_another_model_are_refused_and_leave_nothing(tmp_path: Path) 
         assert _pixels(_draw(studio, "")) == _pixels(base)
 
 
+def test_whatever_stops_a_load_leaves_nothing_of_what_was_loaded_before_it(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights before it acted on every later picture, and no record named them."""
+    for name in ("good", "large"):
+        (tmp_path / f"{name}.safetensors").write_bytes(weights.read_bytes())
+    load = ZImagePipeline.load_lora_weights
+
+    def loaded(pipe: ZImagePipeline, *args: object, **options: object) -> None:
+        load(pipe, *args, **options)
+        if options["weight_name"] == "large.safetensors":
+            raise MemoryError("no room for the second file")
+
+    monkeypatch.setattr(ZImagePipeline, "load_lora_weights", loaded)
+    with studio_of(lora_dir=tmp_path) as studio:
+        base = _draw(studio, "")
+        with pytest.raises(MemoryError):
+            _draw(studio, "good:1\nlarge:1")
+        assert _pixels(_draw(studio, "")) == _pixels(base)
+
+
+def test_a_strength_that_fails_is_not_taken_for_set(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with studio_of(lora_dir=weights.parent) as studio:
+        base, full = _draw(studio, ""), _draw(studio, f"{weights.name}:1")
+        setting = type(studio.pipe).set_adapters
+
+        def half(pipe: ZImagePipeline, *args: object, **kwargs: object) -> None:
+            setting(pipe, *args, **kwargs)
+            raise RuntimeError("after the first part")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(studio.pipe), "set_adapters", half)
+            with pytest.raises(RuntimeError, match="after the first"):
+                _draw(studio, f"{weights.name}:0.5")
+        assert _pixels(_draw(studio, f"{weights.name}:1")) == _pixels(full)
+        assert _pixels(_draw(studio, "")) == _pixels(base)
+
+
 def test_names_stand_for_files_of_the_folder_and_of_the_command_line(tmp_path: Path) -> None:
     folder, other = tmp_path / "offered", tmp_path / "other"
     for place in ("a.safetensors", "style/b.safetensors", "c.bin", ".hidden/d.safetensors"):
