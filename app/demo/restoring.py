@@ -8,7 +8,7 @@ here (too large, another model) is still restored, with a note; the user may wan
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +28,12 @@ __all__ = ["Restored", "restore_form"]
 
 _MAX_SHOWN = 2**53  # the largest whole number a browser keeps exact
 _MAX_JSON_BYTES = 1 << 20
+_PNG = b"\x89PNG\r\n\x1a\n"
+_NO_FIELD = ("control_image", "last_image", "ip_adapter_image")
+# Noted in words of their own, or where it runs rather than what it draws.
+_NOT_COMPARED = {"model", "lora", "pipeline", "device", "offload"}
+_MAX_NAME = 200
+_MAX_NAMED = 8
 _NUMBERS = ("width", "height", "num_frames", "num_inference_steps", "num_images", "fps")
 
 
@@ -60,14 +66,12 @@ def _restored(path: Path, studio: Studio, may_open: Callable[[str], bool]) -> Re
         raise InputError("from", "the record in this file holds impossible numbers")
     spec = cast(Mapping[str, Json], record.get("model") or {})
     notes: list[str] = []
-    if str(spec.get("model")) != studio.model_name:
-        made_with = str(spec.get("model"))[:200]
-        notes.append(f"it was made with the model {made_with}: the same picture needs it")
     images = tuple(name for name in request.image if may_open(name))
     mask = request.mask_image if request.mask_image and may_open(request.mask_image) else None
     missing = len(request.image) - len(images) + (request.mask_image is not None and mask is None)
     if missing:
         notes.append(f"{missing} input picture(s) must be dropped into their field again")
+    notes += _unlike(record, request, studio)
     loras = [
         (adapter, studio.loras.line(adapter))
         for adapter in (Adapter(*_place_and_scale(text)) for text in _texts(spec.get("lora")))
@@ -97,13 +101,39 @@ def _restored(path: Path, studio: Studio, may_open: Callable[[str], bool]) -> Re
     return Restored(form, (*notes, *_refusal(form, studio)))
 
 
+def _unlike(record: Mapping[str, Json], request: GenerateRequest, studio: Studio) -> Iterator[str]:
+    """What made the file and is not here, so that this page draws another picture."""
+    spec = cast(Mapping[str, Json], record.get("model") or {})
+    own = studio.model_settings
+    if str(spec.get("model")) != studio.model_name:
+        made_with = str(spec.get("model"))[:_MAX_NAME]
+        yield f"it was made with the model {made_with}: the same picture needs it"
+    else:
+        names = sorted({*spec, *own} - _NOT_COMPARED)
+        others = [name[:_MAX_NAME] for name in names if spec.get(name) != own.get(name)]
+        if others:
+            words = ", ".join(others[:_MAX_NAMED])
+            yield f"the demo was started with another {words}: the same picture needs the file's"
+    made_by = record.get("pipeline")
+    if made_by and made_by not in [plan.pipeline_class.__name__ for plan in studio.plans]:
+        yield f"it was made by {str(made_by)[:_MAX_NAME]}: the same picture needs it"
+    lost = [name.replace("_", " ") for name in _NO_FIELD if getattr(request, name) is not None]
+    if lost:
+        yield f"this page has no field for its {', '.join(lost)}: the same picture needs it"
+
+
 def _record(path: Path) -> dict[str, Json]:
+    if path.suffix.lower() == ".png":
+        with path.open("rb") as file:  # Pillow would try every reader it has on what is called so
+            if file.read(len(_PNG)) != _PNG:
+                raise InputError("from", "this file is no PNG that can be read")
+        return read_record(path)
     if path.suffix.lower() == films.SUFFIX:
         with TemporaryDirectory() as folder:  # a film's record is checked as a sidecar is
             sidecar = Path(folder) / path.name
             sidecar.write_text(films.record_text(path), encoding="utf-8")
             return read_record(sidecar)
-    if path.suffix.lower() != ".png" and path.stat().st_size > _MAX_JSON_BYTES:
+    if path.stat().st_size > _MAX_JSON_BYTES:
         raise InputError("from", f"expected at most {_MAX_JSON_BYTES >> 20} MiB of JSON")
     return read_record(path)
 

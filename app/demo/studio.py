@@ -97,7 +97,12 @@ class Studio:
     @property
     def model_name(self) -> str:
         """The model as records call it."""
-        return self.name or str(self._main.spec.to_mapping()["model"])
+        return self.name or str(self.model_settings["model"])
+
+    @property
+    def model_settings(self) -> Mapping[str, Json]:
+        """How the model was loaded, as records note it."""
+        return self._main.spec.to_mapping()
 
     @property
     def model_words(self) -> str:

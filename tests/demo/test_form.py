@@ -136,6 +136,51 @@ def test_a_file_made_here_restores_the_form_that_made_it() -> None:
         assert "unsaved/ZImagePipeline" in sidecar.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"request": {"control_image": "pose.png"}}, "no field for its control image"),
+        (
+            {"request": {"last_image": "a.png", "ip_adapter_image": "b.png"}},
+            "last image, ip",
+        ),
+        ({"model": {"scheduler": "UniPCMultistepScheduler"}}, "with another scheduler"),
+        ({"model": {"dtype": "float16", "vae_tiling": True}}, "with another dtype, vae_tiling"),
+        ({"model": {"device": "cuda:1", "offload": "model"}}, ""),
+        ({"pipeline": "ZImageControlNetPipeline"}, "made by ZImageControlNetPipeline"),
+        ({}, ""),
+    ],
+)
+def test_what_this_page_cannot_repeat_is_said(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    """It drew another picture from such a file, without a word."""
+    with studio_of() as studio:
+        record = {
+            "format": 1,
+            "pipeline": "ZImagePipeline",
+            "model": studio.model_settings,
+            "request": {"prompt": "x", "seed": 1, "width": 64, "height": 64},
+        }
+        for name, value in changes.items():
+            old = record[name]
+            record[name] = {**old, **value} if isinstance(value, dict) else value  # type: ignore[dict-item]
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps(record), encoding="utf-8")
+        notes = restore_form(path, studio, never).notes
+    assert len(notes) == (1 if words else 0)
+    assert words in "".join(notes)
+
+
+def test_only_a_png_is_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dozens of readers stand behind Pillow's `open`, and a name promises nothing."""
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(path, format="TIFF")
+    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: pytest.fail("was opened"))
+    with studio_of() as studio, pytest.raises(InputError, match="no PNG that can be read"):
+        restore_form(path, studio, never)
+
+
 def test_a_picture_from_elsewhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.new("RGB", (8, 8)).save(path)
