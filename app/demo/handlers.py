@@ -134,7 +134,9 @@ class Handlers:
             return
         for result in job.results:
             if isinstance(result, Comparison):
-                view = comparison_html(result, self.studio.device.type)
+                device = self.studio.device.type
+                # Three large pictures take seconds to encode: other pages must not wait for them.
+                view = await asyncio.to_thread(comparison_html, result, device)
                 yield view, self._panel(result.graphs)
                 return
         yield status_html("Stopped.") + empty_comparison_html(), self._stopped_panel(job)

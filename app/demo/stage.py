@@ -43,7 +43,7 @@ def running_html(job: Job, position: int) -> str:
     share = progress.step / progress.total if progress.total else None
     words = f"step {progress.step} of {progress.total}" if progress.total else ""
     title = "Stopping…" if job.is_stopping else _capital(progress.stage or "starting")
-    done = [item.item.media[0].frames[0] for item in _finished(job) if item.item.media[0].frames]
+    done = [finished.thumb for finished in _finished(job) if finished.thumb is not None]
     return _stage(progress.preview, title, words, share, done)
 
 
@@ -67,7 +67,7 @@ def _stage(
     percent = 100 * (share or 0)
     value = "" if share is None else f' aria-valuenow="{percent:.0f}"'
     thumbs = "".join(
-        f'<img alt="Picture {number} is finished" src="{data_uri(_thumb(image), is_small=True)}">'
+        f'<img alt="Picture {number} is finished" src="{data_uri(image, is_small=True)}">'
         for number, image in enumerate(done, start=1)
     )
     return (
@@ -79,12 +79,6 @@ def _stage(
         f'aria-valuemax="100"{value}><i style="width:{percent:.1f}%"></i></div></div>'
         f'<div class="dg-thumbs">{thumbs}</div></div>'
     )
-
-
-def _thumb(image: Image.Image) -> Image.Image:
-    small = image.copy()
-    small.thumbnail((96, 96))
-    return small
 
 
 def status_html(words: str) -> str:

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from PIL import Image
 from torch import Tensor
 
 from dit_graphs.pipelines import warmup
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 _PREVIEW_SECONDS = 0.2
+_THUMB_SIDE = 96
 _MAX_PASSES = 3  # a call is eager until it was seen, captured and proven; some stay eager for good
 # Where signatures depend on the length of the text, a warm-up without one takes a usual length.
 TYPICAL_PROMPT = "a red fox that sits in tall grass at sunrise, soft light, a detailed photograph"
@@ -61,7 +63,8 @@ TYPICAL_PROMPT = "a red fox that sits in tall grass at sunrise, soft light, a de
 class Finished:
     """One finished picture or video, the timeline of its run, and the graphs after it.
 
-    `shown` is the file a page may have, where the picture was saved.
+    `shown` is the file a page may have, where the picture was saved; `thumb` is small and made
+    once, because a running job is shown many times.
     """
 
     item: Item
@@ -71,6 +74,7 @@ class Finished:
     line: str
     note: str = ""
     shown: Path | None = None
+    thumb: Image.Image | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,8 @@ def run_once(
                 )
             )
         watcher.finish()
-    if watcher.latents is not None and item.media[0].frames:
-        frames = item.media[0].frames
+    frames = item.media[0].frames
+    if watcher.latents is not None and frames:
         studio.previewer.learn(watcher.latents, frames[len(frames) // 2])
     return Finished(
         item=item,
@@ -157,7 +161,14 @@ def run_once(
         line=use_line(item.graph_use, loaded.device),
         note=guidance_note(pipe, request) or "",
         shown=studio.publish(item.files[0], item.record) if item.files else None,
+        thumb=_thumb(frames[0]) if frames else None,
     )
+
+
+def _thumb(picture: Image.Image) -> Image.Image:
+    small = picture.copy()
+    small.thumbnail((_THUMB_SIDE, _THUMB_SIDE))
+    return small
 
 
 class _Watcher:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
 from demo_studio import EXTRA, studio_of
+from PIL import Image
 
 pytest.importorskip("gradio")
 
+from dit_graphs.app.demo import compare_view, stage
 from dit_graphs.app.demo import handlers as handlers_module
 from dit_graphs.app.demo.handlers import Handlers
 from dit_graphs.app.demo.layout import FIELDS
@@ -70,3 +73,34 @@ def test_stop_ends_a_rewrite_and_gives_the_prompt_back(monkeypatch: pytest.Monke
         assert time.monotonic() - started < 60
     assert last[0] == "a cat"
     assert "Stopped: the prompt is as it was." in str(last[1])
+
+
+def test_no_page_waits_while_the_pictures_of_another_are_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every page shares one event loop, and a large picture takes a second."""
+    drawn_in: list[str] = []
+
+    def encoded(picture: Image.Image, *, is_small: bool = False) -> str:
+        if not is_small or max(picture.size) > 96:
+            drawn_in.append(threading.current_thread().name)
+        return "data:,"
+
+    for module in (compare_view, stage):
+        monkeypatch.setattr(module, "data_uri", encoded)
+    here = threading.current_thread().name
+
+    async def followed(studio: object) -> list[tuple[object, ...]]:
+        page, found = Handlers(studio), []  # type: ignore[arg-type]
+        size = {"width": 128, "height": 128, "steps": 2}
+        async for update in page.generate(_Request(), [], *_values(**size, count=2)):  # type: ignore[arg-type]
+            found.append(update)
+        async for compared in page.compare(_Request(), *_values(**size)):  # type: ignore[arg-type]
+            found.append(compared)
+        return found
+
+    with studio_of() as studio:
+        found = asyncio.run(followed(studio))
+    assert any("Picture 1 is finished" in str(update[0]) for update in found)
+    assert len(drawn_in) == 3
+    assert here not in drawn_in
