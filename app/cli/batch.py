@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .session import Session
 
-__all__ = ["ARGUMENTS", "flags", "run"]
+__all__ = ["ARGUMENTS", "file_lines", "flags", "run"]
 
 ARGUMENTS = [
     inspect.Parameter(
@@ -50,7 +50,7 @@ def run(given: Given) -> int:
     since = time.perf_counter()
     given.check()
     path = Path(str(given.value("file")))
-    text = _text(path)
+    texts = file_lines(path)
     from dit_graphs.pipelines.generate import (
         BatchReport,
         check_output,
@@ -61,7 +61,7 @@ def run(given: Given) -> int:
     from .report import announce, listing_finished
     from .session import completed, open_session
 
-    lines = read_lines(text.splitlines(), given.request(None))
+    lines = read_lines(texts, given.request(None))
     if not lines:
         raise InputError("file", f"{str(path)!r} holds no line")
     folder = Path(str(given.value("output") or "outputs"))
@@ -108,11 +108,13 @@ def _class(item: Item, session: Session) -> str:
     return "" if name == type(session.loaded.pipe).__name__ else f"  {name}"
 
 
-def _text(path: Path) -> str:
-    if not path.is_file():
+def file_lines(path: Path) -> list[str]:
+    """The lines of a text file; unlike `splitlines`, a separator inside a JSON text ends none."""
+    if not path.exists() or path.is_dir():
         raise InputError("file", f"no such file: {str(path)!r}")
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8-sig") as file:  # some editors begin with a byte order mark
+            return list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("file", f"{str(path)!r} cannot be read: {error}") from error
 

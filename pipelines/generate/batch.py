@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias
 
 from diffusers import DiffusionPipeline
 
@@ -28,7 +28,8 @@ from .serving import keeping_partners, serving
 
 __all__ = ["BatchReport", "Failure", "generate_batch", "read_lines"]
 
-Line = GenerateRequest | InputError
+Line: TypeAlias = GenerateRequest | InputError
+Asked: TypeAlias = "Line | str | Mapping[str, Json]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class BatchReport:
 
 def generate_batch(
     pipe: DiffusionPipeline | LoadedPipeline,
-    requests: Sequence[Line | str | Mapping[str, Json]] | Mapping[int, Line],
+    requests: Iterable[Asked] | Mapping[int, Asked],
     *,
     output: Path | str,
     graphs: GraphConfig | None = None,
@@ -62,32 +63,30 @@ def generate_batch(
     """Every request drawn and saved in the folder `output`, except what already lies there.
 
     A request that fails is noted and the next one begins. A request may be a prompt, a dict of a
-    request's fields, or the `InputError` met when it was read; anything else in a sequence is a
-    `TypeError`. A mapping gives the requests numbers of their own, a sequence counts from 1;
-    files are named by number, prompt and seed. `report` is filled as the work
-    goes on, so that an interrupted caller still knows what was finished.
+    request's fields, or the `InputError` met when it was read; anything else is a `TypeError`, before
+    anything is drawn. A mapping gives the requests numbers of their own, else they count from 1;
+    files are named by number, prompt and seed. `report` is filled as the work goes on, so that an
+    interrupted caller still knows what was finished.
     """
+    lines = _numbered(requests)
     loaded, folder = as_loaded(pipe), Path(output)
     report = BatchReport() if report is None else report
     check_output(folder)
-    done = _keys_in(folder)
+    done = _complete_in(folder)
     seen: Counter[str] = Counter()
-    if not isinstance(requests, Mapping):
-        requests = {number: _line(line) for number, line in enumerate(requests, start=1)}
     with keeping_partners(loaded, beyond=loaded is pipe):
-        for number, request in requests.items():
+        for number, request in lines.items():
             try:
                 if isinstance(request, InputError):
                     raise request
                 base = _key(serving(loaded, request), request, name)
                 seen[base] += 1
-                keys = [f"{base}-{seen[base]}-{index}" for index in range(request.num_images)]
-                skip = frozenset(index for index, key in enumerate(keys) if key in done)
+                key = f"{base}-{seen[base]}"
+                skip = frozenset(done.get(key, ()))
                 report.num_skipped += len(skip)
                 if len(skip) == request.num_images:
                     continue
-                notes: dict[str, Json] = {"batch_keys": cast(list[Json], keys)}
-                naming = Naming(folder=folder, prefix=f"{number:04d}-", notes=notes)
+                naming = Naming(folder=folder, prefix=f"{number:04d}-", notes={"batch_key": key})
                 for item in generate_items(
                     loaded, request, naming=naming, graphs=graphs, name=name, skip=skip
                 ):
@@ -114,7 +113,18 @@ def read_lines(lines: Iterable[str], defaults: GenerateRequest) -> dict[int, Lin
     }
 
 
-def _line(line: Line | str | Mapping[str, Json]) -> Line:
+def _numbered(requests: Iterable[Asked] | Mapping[int, Asked]) -> dict[int, Line]:
+    if isinstance(requests, str):
+        raise TypeError(f"expected several requests, got one prompt: {requests!r}")
+    if not isinstance(requests, Mapping):
+        requests = dict(enumerate(requests, start=1))
+    for number in requests:
+        if not isinstance(number, int):
+            raise TypeError(f"expected a number for each request, got {number!r}")
+    return {number: _line(line) for number, line in requests.items()}
+
+
+def _line(line: Asked) -> Line:
     if isinstance(line, (GenerateRequest, InputError)):
         return line
     if not isinstance(line, (str, Mapping)):
@@ -127,8 +137,8 @@ def _line(line: Line | str | Mapping[str, Json]) -> Line:
 
 def _read_line(line: str, defaults: GenerateRequest) -> Line:
     try:
-        values = json.loads(line)
-    except ValueError as error:
+        values = json.loads(line, object_pairs_hook=_once_each)
+    except (ValueError, RecursionError) as error:
         return InputError("line", f"not JSON: {error}")
     if not isinstance(values, dict):
         return InputError("line", f"expected a JSON object, got {line.strip()[:60]!r}")
@@ -141,6 +151,15 @@ def _read_line(line: str, defaults: GenerateRequest) -> Line:
         return error
 
 
+def _once_each(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """Python's reader would take the last of two values without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
+        raise ValueError(f"{twice!r} stands in it twice")
+    return found
+
+
 def _key(loaded: LoadedPipeline, request: GenerateRequest, name: str | None) -> str:
     # Where it runs does not make it another picture to ask for.
     places = ("device", "offload", "vae_tiling", "vae_slicing")
@@ -151,16 +170,18 @@ def _key(loaded: LoadedPipeline, request: GenerateRequest, name: str | None) -> 
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _keys_in(folder: Path) -> set[str]:
-    """The keys of every complete item in `folder`."""
-    keys: set[str] = set()
+def _complete_in(folder: Path) -> dict[str, set[int]]:
+    """The keys of the requests in `folder`, and which of their items are complete."""
+    found: dict[str, set[int]] = {}
     for path in folder.glob("*.json"):
+        if path.name.startswith("."):
+            continue  # left by a process that was killed before its files had names
         try:
             sidecar = json.loads(path.read_text(encoding="utf-8"))
             files = [folder / entry["name"] for entry in sidecar["files"]]
-            key = sidecar["batch_keys"][sidecar["item"]["index"]]
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            key, index = str(sidecar["batch_key"]), int(sidecar["item"]["index"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue  # someone else's JSON
-        if all(path.is_file() for path in files):
-            keys.add(key)
-    return keys
+        if files and all(path.is_file() for path in files):
+            found.setdefault(key, set()).add(index)
+    return found

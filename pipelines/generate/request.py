@@ -20,6 +20,7 @@ __all__ = ["GenerateRequest", "Json", "described", "json_key"]
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_SEED = 2**63 - 1
+MAX_IMAGES = 2**32
 IMAGE_OPTIONS = ("image", "mask_image", "control_image", "last_image", "ip_adapter_image")
 _NOTHING: Mapping[str, Json] = {}
 
@@ -78,9 +79,10 @@ class GenerateRequest:
     )
 
     def __post_init__(self) -> None:
-        for name in ("height", "width", "num_frames", "num_inference_steps", "num_images", "fps"):
+        for name in ("height", "width", "num_frames", "num_inference_steps", "fps"):
             _check_whole(self, name, 1)
-        _check_whole(self, "seed", 0, MAX_SEED)
+        _check_whole(self, "num_images", 1, MAX_IMAGES)
+        _check_whole(self, "seed", 0, MAX_SEED + 1 - self.num_images)
         _check_number(self, "guidance_scale", -math.inf, math.inf)
         _check_number(self, "strength", 0.0, 1.0)
         for name in ("prompt", "negative_prompt", *IMAGE_OPTIONS[1:]):
@@ -95,6 +97,11 @@ class GenerateRequest:
         if not isinstance(self.set, Mapping):
             raise InputError("set", f"expected a mapping of names to values, got {self.set!r}")
         object.__setattr__(self, "set", dict(self.set))
+        try:
+            for name, given in self.to_mapping().items():
+                _check_json(name, given)
+        except RecursionError:
+            raise InputError("set", "expected values, got lists nested too deep") from None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> GenerateRequest:
@@ -138,9 +145,8 @@ def _check_whole(request: GenerateRequest, name: str, low: int, high: int | None
     if value is None and name != "num_images":
         return
     allowed = f"a whole number ≥ {low}" + (f" and ≤ {high}" if high is not None else "")
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InputError(name, f"expected {allowed}, got {value!r}")
-    if high is not None and value > high - (request.num_images if name == "seed" else 0):
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not low <= cast(int, value) <= (math.inf if high is None else high):
         raise InputError(name, f"expected {allowed}, got {value!r}")
 
 
@@ -149,8 +155,21 @@ def _check_number(request: GenerateRequest, name: str, low: float, high: float) 
     if value is None:
         return
     allowed = "a finite number" if math.isinf(low) else f"a number from {low:g} to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    try:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = float(cast(float, value)) if is_number else math.nan
+    except OverflowError:  # a whole number may have any length
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high:
         raise InputError(name, f"expected {allowed}, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
-        raise InputError(name, f"expected {allowed}, got {value!r}")
-    object.__setattr__(request, name, float(value))
+    object.__setattr__(request, name, number)
+
+
+def _check_json(name: str, value: Json) -> None:
+    """What a record could not hold is found here, not after the picture is drawn."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, or a file name that is no UTF-8
+        raise InputError(name, f"expected Unicode text, got {value!r}") from None
+    except (TypeError, ValueError) as error:
+        raise InputError(name, f"expected JSON values ({error}), got {value!r:.60}") from error

@@ -11,6 +11,14 @@ from hypothesis import strategies as st
 
 from dit_graphs.pipelines.generate import Adapter, GenerateRequest, InputError, ModelSpec
 
+
+def _nested(depth: int) -> object:
+    value: object = 1.0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 REFUSED = [
     ("height", 0),
     ("height", 64.0),
@@ -19,19 +27,26 @@ REFUSED = [
     ("num_inference_steps", 0),
     ("num_images", 0),
     ("num_images", None),
+    ("num_images", 10**30),
     ("seed", -1),
     ("seed", 2**63),
     ("guidance_scale", float("nan")),
     ("guidance_scale", float("inf")),
     ("guidance_scale", "high"),
+    ("guidance_scale", 10**400),
     ("strength", 1.01),
     ("strength", -0.1),
     ("fps", 0),
+    ("prompt", "half a pair: \ud83d"),
     ("negative_prompt", 3),
     ("mask_image", 3),
     ("image", 3),
     ("image", [3]),
+    ("image", ["caf\udce9.png"]),
     ("set", [1]),
+    ("set", {"sigmas": [float("nan")]}),
+    ("set", {"sigmas": {1, 2}}),
+    ("set", {"sigmas": _nested(500)}),
 ]
 
 
@@ -41,6 +56,12 @@ def test_a_wrong_value_names_its_option_and_what_is_allowed(name: str, value: ob
         GenerateRequest.from_mapping({"prompt": "x", name: value})
     assert caught.value.option == name
     assert "got" in caught.value.problem
+
+
+def test_the_last_seed_of_a_request_is_the_largest_one() -> None:
+    assert GenerateRequest(seed=2**63 - 3, num_images=3).single(2).seed == 2**63 - 1
+    with pytest.raises(InputError, match=rf"≤ {2**63 - 3}, got {2**63 - 2}$"):
+        GenerateRequest(seed=2**63 - 2, num_images=3)
 
 
 def test_an_unknown_key_lists_the_known_ones() -> None:

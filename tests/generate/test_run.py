@@ -22,8 +22,6 @@ from dit_graphs.pipelines.generate import (
     InputError,
     changes,
     generate,
-    generate_batch,
-    read_lines,
     read_record,
 )
 from dit_graphs.pipelines.generate.stages import StageClock
@@ -229,13 +227,6 @@ def test_changes_name_the_library_and_both_versions(pipe: diffusers.ZImagePipeli
     ] or changes(old, item.record)[1].startswith("environment.versions.torch: 2.0.0 → ")
 
 
-def test_a_line_overrides_the_defaults_and_drops_none_of_them() -> None:
-    defaults = GenerateRequest(num_images=4, height=64, set={"a": 1, "b": 1})
-    (line,) = read_lines(['{"prompt": "x", "num_images": 1, "set": {"b": 2}}'], defaults).values()
-    assert isinstance(line, GenerateRequest)
-    assert (line.num_images, line.height, line.set) == (1, 64, {"a": 1, "b": 2})
-
-
 def test_graph_use_is_told_and_the_pixels_do_not_change(pipe: diffusers.ZImagePipeline) -> None:
     (plain,) = generate(pipe, "a", seed=7, **SMALL)
     assert plain.record["graphs"] is None and plain.graph_use.replays == 0
@@ -279,69 +270,6 @@ def test_mixed_reasons_are_counted_apart() -> None:
     assert use.line(torch.device("cuda")) == (
         "cuda graph: 15/18 (3 eager: 2 warming_up, 1 host_read)"
     )
-
-
-def test_a_batch_goes_on_after_a_failure_and_resumes(
-    pipe: diffusers.ZImagePipeline, tmp_path: Path
-) -> None:
-    defaults = GenerateRequest.from_mapping(SMALL)
-    text = ['{"prompt": "a", "seed": 1}', "", "not json", '{"prompt": "b", "height": 33}']
-    text += ['{"prompt": "c", "num_images": 2}', '{"prompt": "a", "seed": 1}', '{"size": 3}']
-    lines = read_lines(text, defaults)
-    assert list(lines) == [1, 3, 4, 5, 6, 7]
-    report = generate_batch(pipe, lines, output=tmp_path)
-    assert [f.number for f in report.failures] == [3, 4, 7]
-    assert all(isinstance(f.error, InputError) for f in report.failures)
-    assert len(report.items) == 4 and report.num_skipped == 0
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert len(before) == 8
-    again = generate_batch(pipe, lines, output=tmp_path)
-    assert (len(again.items), again.num_skipped, len(again.failures)) == (0, 4, 3)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
-
-
-def test_a_lost_file_is_made_again_and_a_lost_sidecar_overwrites_nothing(
-    pipe: diffusers.ZImagePipeline, tmp_path: Path
-) -> None:
-    requests = [GenerateRequest.from_mapping({"prompt": p, "seed": 1, **SMALL}) for p in "ab"]
-    first, second = generate_batch(pipe, requests, output=tmp_path).items
-    assert second.sidecar is not None
-    first.files[0].unlink()
-    second.sidecar.unlink()
-    report = generate_batch(pipe, requests, output=tmp_path)
-    assert len(report.items) == 2
-    assert second.files[0].exists() and report.items[1].files[0] != second.files[0]
-    assert report.items[1].files[0].read_bytes() == second.files[0].read_bytes()
-
-
-def test_an_interrupted_batch_keeps_what_was_finished(
-    pipe: diffusers.ZImagePipeline, tmp_path: Path
-) -> None:
-    requests = [GenerateRequest.from_mapping({"prompt": p, **SMALL}) for p in "abc"]
-
-    def stop(number: int, item: object) -> None:
-        if number == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        generate_batch(pipe, requests, output=tmp_path, on_item=stop)
-    assert len(list(tmp_path.glob("*.png"))) == 2
-    report = generate_batch(pipe, requests, output=tmp_path)
-    assert (report.num_skipped, len(report.items)) == (2, 1)
-    assert len(list(tmp_path.glob("*.png"))) == 3
-
-
-def test_a_batch_takes_prompts_and_dicts_and_nothing_else(
-    pipe: diffusers.ZImagePipeline, tmp_path: Path
-) -> None:
-    requests = ["a", {"prompt": "b", "seed": 1}, {"prompt": "c", "frames": 3}]
-    full = [requests[0], *({**SMALL, **r} for r in requests[1:])]
-    with pytest.raises(TypeError, match="expected a GenerateRequest, a prompt or a dict, got 3"):
-        generate_batch(pipe, [*full, 3], output=tmp_path)
-    assert not list(tmp_path.iterdir())
-    report = generate_batch(pipe, full[1:], output=tmp_path)
-    assert [item.seed for item in report.items] == [1]
-    assert [str(failure.error)[:25] for failure in report.failures] == ["frames: no such key; a re"]
 
 
 def test_a_prompt_length_no_encoder_can_read_is_refused(pipe: diffusers.ZImagePipeline) -> None:
