@@ -221,6 +221,9 @@ class Given:
         """The graph configuration the flags describe. Raises `InputError`."""
         hints = get_type_hints(GraphConfig)
         values: dict[str, object] = dict(base or {})
+        for name in values:
+            if name not in hints:
+                raise InputError("from", f"its record says {name}, which GraphConfig has not here")
         for flag in graph_flags():
             if flag.name not in self:
                 continue

@@ -135,12 +135,9 @@ def _again(given: Given, source: Path, since: float) -> int:
         raise InputError("from", "expected no PROMPT beside it: the file has its own")
     if given.value("rewrite_prompt"):
         raise InputError("rewrite_prompt", "expected it left out beside --from: a prompt is kept")
-    if not source.is_file():
-        raise InputError("from", f"no such file: {str(source)!r}")
-    from dit_graphs.pipelines.generate import changes, read_record
+    from dit_graphs.pipelines.generate import changes, read_source
 
-    record = read_record(source)
-    hashes = _hashes(source)
+    record, hashes = read_source(source)
     own = given.names([*request_flags(), *model_flags(), *graph_flags()])
     request = given.request(None, base=GenerateRequest.from_mapping(_mapping(record["request"])))
     _check_inputs(record, own)
@@ -181,16 +178,6 @@ def _file_hash(path: Path) -> str:
     from dit_graphs.pipelines.generate.inputs import file_sha256
 
     return file_sha256(path)
-
-
-def _hashes(source: Path) -> set[str]:
-    """The hashes of the files a record's source stands for."""
-    if source.suffix.lower() == ".png":
-        return {_file_hash(source)}
-    import json
-
-    sidecar = json.loads(source.read_text(encoding="utf-8"))
-    return {entry["sha256"] for entry in sidecar.get("files", [])}
 
 
 def _mapping(value: Json) -> dict[str, Json]:

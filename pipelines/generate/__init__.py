@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .inputs import open_images
     from .load import LoadedPipeline, load_pipeline, resolve_class, resolve_device
     from .partners import partner_class, serving_class
-    from .record import BUNDLED, changes, read_record
+    from .record import BUNDLED, changes, read_record, read_source
     from .rehearsal import check_sizes
     from .run import Item, Naming, complete, generate, generate_items
     from .save import check_output
@@ -59,6 +59,7 @@ __all__ = [
     "partner_class",
     "read_lines",
     "read_record",
+    "read_source",
     "resolve_class",
     "resolve_device",
     "serving",
@@ -71,7 +72,7 @@ _MODULES = {
     "inputs": ("open_images",),
     "load": ("LoadedPipeline", "load_pipeline", "resolve_class", "resolve_device"),
     "partners": ("partner_class", "serving_class"),
-    "record": ("BUNDLED", "changes", "read_record"),
+    "record": ("BUNDLED", "changes", "read_record", "read_source"),
     "rehearsal": ("check_sizes",),
     "run": ("Item", "Naming", "complete", "generate", "generate_items"),
     "save": ("check_output",),

@@ -10,6 +10,7 @@ with a ControlNet calls it `image`, `control_image` reaches that.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
@@ -152,7 +153,19 @@ def call_arguments(
     if "max_area" in takes and request.height and request.width:
         # Such a pipeline keeps the shape it is asked for and takes the size from its area.
         arguments["max_area"] = request.height * request.width
-    return arguments | deepcopy(dict(request.set))
+    settings = {name: _in_kind(takes[name], value) for name, value in request.set.items()}
+    return arguments | deepcopy(settings)
+
+
+def _in_kind(parameter: inspect.Parameter, value: Json) -> object:
+    """`value` as the pipeline's annotation wants it, where JSON has no such kind or another."""
+    hint = str(parameter.annotation).lower()
+    if isinstance(value, list) and "tuple[" in hint and "list[" not in hint:
+        return tuple(value)  # added to other tuples there
+    is_mapping = re.fullmatch(r"(typing\.optional\[)?(typing\.)?dict\[.*\]( \| none)?\]?", hint)
+    if is_mapping and value is not None and not isinstance(value, dict):
+        raise InputError("set", f"{parameter.name}: expected a JSON object, got {value!r}")
+    return value
 
 
 def guidance_note(pipe: DiffusionPipeline, request: GenerateRequest) -> str | None:

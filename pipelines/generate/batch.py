@@ -63,7 +63,7 @@ def generate_batch(
     """Every request drawn and saved in the folder `output`, except what already lies there.
 
     A request that fails is noted and the next one begins. A request may be a prompt, a dict of a
-    request's fields, or the `InputError` met when it was read; anything else is a `TypeError`, before
+    request's fields, or the `InputError` met when it was read; others are a `TypeError` before
     anything is drawn. A mapping gives the requests numbers of their own, else they count from 1;
     files are named by number, prompt and seed. `report` is filled as the work goes on, so that an
     interrupted caller still knows what was finished.

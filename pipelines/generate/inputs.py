@@ -7,6 +7,7 @@ picture that was saved again is a changed input even where it looks the same.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,10 @@ from PIL import Image, ImageOps
 from .errors import InputError
 from .request import IMAGE_OPTIONS, GenerateRequest
 
-__all__ = ["InputFile", "file_sha256", "image_paths", "open_images"]
+__all__ = ["UNREADABLE", "InputFile", "file_sha256", "image_paths", "open_images"]
+
+# What reading a picture raises: for a file that is none, for wrong parts, for too many pixels.
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def open_images(request: GenerateRequest) -> list[InputFile]:
 
 
 def _open(option: str, text: str) -> InputFile:
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))  # Path.expanduser fails for an unknown user
     if not path.is_file():
         raise InputError(option, f"no such file: {text!r}")
     try:
@@ -62,6 +66,7 @@ def _open(option: str, text: str) -> InputFile:
             pixels = ImageOps.exif_transpose(image).convert(
                 "L" if option == "mask_image" else "RGB"
             )
-    except OSError as error:
-        raise InputError(option, f"{text!r} is not a picture that can be read") from error
+    except UNREADABLE as error:
+        why = f": {error}" if isinstance(error, Image.DecompressionBombError) else ""
+        raise InputError(option, f"{text!r} is not a picture that can be read{why}") from error
     return InputFile(option, str(path.resolve()), file_sha256(path), pixels)

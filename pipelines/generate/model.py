@@ -7,6 +7,7 @@ for here too, so that a missing file is an error before anything is generated.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -21,7 +22,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 OFFLOADS = ("none", "model", "sequential", "group")
 SINGLE_FILES = (".safetensors", ".gguf", ".ckpt")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_DEVICE = re.compile(r"auto|cpu|mps|xpu|cuda(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|mps|xpu|cuda(:(0|[1-9]\d?))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class ModelSpec:
     vae_slicing: bool = field(default=False, metadata=described("decode one by one: less memory"))
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            _check_type(item.name, str(item.type), getattr(self, item.name))
         _check_word("dtype", self.dtype, DTYPES)
         _check_word("offload", self.offload, OFFLOADS)
         if not _DEVICE.fullmatch(self.device):
@@ -111,9 +114,9 @@ class ModelSpec:
         if self.revision is not None and Path(self.model).exists() and not self._is_base_remote:
             raise InputError("revision", f"expected a hub id as model, and {self.model!r} is here")
         for adapter in self.lora:
-            _check_weights("lora", adapter.path)
+            _check_adapter("lora", adapter)
         if self.ip_adapter is not None:
-            _check_weights("ip_adapter", self.ip_adapter.path)
+            _check_adapter("ip_adapter", self.ip_adapter)
 
     @property
     def _is_base_remote(self) -> bool:
@@ -164,6 +167,15 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
+def _check_type(name: str, hint: str, value: object) -> None:
+    """Text and switches, as a record or a script may have them wrong."""
+    is_text = isinstance(value, str) or (value is None and hint.endswith("| None"))
+    if hint in ("str", "str | None") and not is_text:
+        raise InputError(name, f"expected text, got {value!r}")
+    if hint == "bool" and not isinstance(value, bool):
+        raise InputError(name, f"expected true or false, got {value!r}")
+
+
 def _check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InputError(name, f"expected {listed(allowed)}, got {value!r}")
@@ -181,8 +193,11 @@ def _check_place(name: str, place: str) -> None:
         raise InputError(name, f"no such folder or file, and no hub id (owner/name): {place!r}")
 
 
-def _check_weights(name: str, place: str) -> None:
-    """A path on this disk, or `owner/name[/folder/file]` of the hub."""
+def _check_adapter(name: str, adapter: Adapter) -> None:
+    """A path on this disk, or `owner/name[/folder/file]` of the hub; and a finite SCALE."""
+    place = adapter.path
+    if not math.isfinite(adapter.scale):
+        raise InputError(name, f"expected a finite number as SCALE, got {str(adapter)!r}")
     if Path(place).exists():
         return
     parts = place.split("/")

@@ -22,12 +22,12 @@ from PIL import Image
 from dit_graphs import GraphConfig
 
 from .errors import InputError
-from .inputs import InputFile, file_sha256
+from .inputs import UNREADABLE, InputFile, file_sha256
 from .load import LoadedPipeline
 from .model import ModelSpec
 from .request import GenerateRequest, Json
 
-__all__ = ["BUNDLED", "FORMAT", "changes", "make_record", "read_record"]
+__all__ = ["BUNDLED", "FORMAT", "changes", "make_record", "read_record", "read_source"]
 
 FORMAT = 1
 BUNDLED = "bundled"
@@ -109,24 +109,53 @@ def environment(loaded: LoadedPipeline) -> dict[str, Json]:
 
 def read_record(path: Path) -> dict[str, Json]:
     """The record of a PNG or of a JSON sidecar; `InputError` names what is wrong with the file."""
+    return read_source(path)[0]
+
+
+def read_source(path: Path) -> tuple[dict[str, Json], set[str]]:
+    """The record in a PNG or a JSON sidecar, and the hashes of the files it stands for."""
     if not path.is_file():
         raise InputError("from", f"no such file: {str(path)!r}")
+    is_picture = path.suffix.lower() == ".png"
     try:
-        if path.suffix.lower() == ".png":
+        if is_picture:
             with Image.open(path) as image:
                 text = image.info.get("dit-graphs")
         else:
             text = path.read_text(encoding="utf-8")
-        record = json.loads(text) if text else None
-    except (OSError, ValueError) as error:
+        found = json.loads(text) if text else None
+    except (*UNREADABLE, RecursionError) as error:
         raise InputError("from", f"{str(path)!r} cannot be read: {error}") from error
-    if isinstance(record, dict) and isinstance(record.get("record"), dict):
-        record = record["record"]
+    record, files = found, None
+    if isinstance(found, dict) and "record" in found:
+        record, files = found["record"], found.get("files")
     if not isinstance(record, dict) or not isinstance(record.get("request"), dict):
         raise InputError("from", f"{str(path)!r} holds no record of dit-graphs")
     if record.get("format") != FORMAT:
         raise InputError("from", f"expected record format {FORMAT}, got {record.get('format')!r}")
-    return cast(dict[str, Json], record)
+    if is_picture:
+        return _checked(path, record), {file_sha256(path)}
+    _check_entries(path, "files", files or [], ("sha256",))
+    return _checked(path, record), {str(entry["sha256"]) for entry in files or []}
+
+
+def _checked(path: Path, record: dict[str, Json]) -> dict[str, Json]:
+    """`record`, where what is read of it later has the shape it was written in."""
+    if not isinstance(record.get("model"), dict):
+        raise InputError("from", f"{str(path)!r} is damaged: its record names no model")
+    if not isinstance(record.setdefault("graphs", None), (dict, type(None))):
+        raise InputError("from", f"{str(path)!r} is damaged: wrong graphs in its record")
+    record.setdefault("pixels_sha256", None)
+    _check_entries(path, "inputs", record.setdefault("inputs", []), ("option", "path", "sha256"))
+    return record
+
+
+def _check_entries(path: Path, name: str, entries: Json, keys: tuple[str, ...]) -> None:
+    def is_whole(entry: Json) -> bool:
+        return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in keys)
+
+    if not isinstance(entries, list) or not all(is_whole(entry) for entry in entries):
+        raise InputError("from", f"{str(path)!r} is damaged: wrong {name} in it")
 
 
 def changes(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:

@@ -15,6 +15,7 @@ from dit_graphs.pipelines.generate import (
     InputError,
     accepted_names,
     check_names,
+    generate,
     guidance_note,
 )
 from dit_graphs.pipelines.generate.arguments import call_arguments
@@ -44,6 +45,23 @@ def test_set_takes_any_argument_but_none_that_would_break_the_answer() -> None:
         assert name not in names
         with pytest.raises(InputError, match=rf"^set: WanPipeline does not take '{name}'"):
             check_names(diffusers.WanPipeline, GenerateRequest(prompt="x", set={name: 1}))
+
+
+def test_a_list_of_json_is_a_tuple_where_the_pipeline_adds_it_to_tuples() -> None:
+    pipe = tiny.build("sdxl")
+    given = {"original_size": [64, 64], "timesteps": [9.0]}
+    arguments = call_arguments(pipe, GenerateRequest(prompt="x", set=given))
+    assert (arguments["original_size"], arguments["timesteps"]) == ((64, 64), [9.0])
+    del given["timesteps"]
+    (item,) = generate(pipe, "x", seed=1, height=32, width=32, num_inference_steps=1, set=given)
+    assert item.record["request"]["set"] == given
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "x", []])
+def test_a_mapping_that_is_none_is_refused_before_the_pipeline_is_called(value: object) -> None:
+    request = GenerateRequest(prompt="x", set={"joint_attention_kwargs": value})
+    with pytest.raises(InputError, match=r"^set: joint_attention_kwargs: expected a JSON object"):
+        call_arguments(tiny.build("z-image"), request)
 
 
 def test_set_cannot_fight_with_an_option() -> None:

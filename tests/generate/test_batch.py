@@ -87,7 +87,7 @@ def test_a_batch_takes_prompts_and_dicts_and_nothing_else(
 ) -> None:
     requests = ["a", {"prompt": "b", "seed": 1}, {"prompt": "c", "frames": 3}]
     full = [requests[0], *({**SMALL, **r} for r in requests[1:])]
-    with pytest.raises(TypeError, match="expected a GenerateRequest, a prompt or a dict, got 3"):
+    with pytest.raises(TypeError, match=r"^expected a GenerateRequest, a prompt or a dict, got 3"):
         generate_batch(pipe, [*full, 3], output=tmp_path)
     assert not list(tmp_path.iterdir())
     report = generate_batch(pipe, full[1:], output=tmp_path)
@@ -100,7 +100,7 @@ def test_one_request_is_not_taken_for_many(
     pipe: diffusers.ZImagePipeline, tmp_path: Path, wrong: object
 ) -> None:
     """A text would be a picture of each letter, a dict one of each key."""
-    with pytest.raises(TypeError, match="^expected "):
+    with pytest.raises(TypeError, match=r"^expected "):
         generate_batch(pipe, wrong, output=tmp_path)
     assert not list(tmp_path.iterdir())
 
