@@ -28,7 +28,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("--guidance-scale", "nan", "expected a finite number, got nan"),
     ("--negative-prompt", "", ""),
     ("--seed", "-1", "expected a whole number ≥ 0"),
-    ("--num-images", "0", "expected a whole number ≥ 1, got 0"),
+    ("--num-images", "0", "expected a whole number ≥ 1 and ≤ 4294967296, got 0"),
     ("--image", "missing.png", "no such file: 'missing.png'"),
     ("--image", "text.png", "'text.png' is not a picture that can be read"),
     ("--mask-image", "in.png", "; ZImageInpaintPipeline takes it beside an image"),
