@@ -13,6 +13,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import diffusers
 import torch
@@ -25,8 +26,10 @@ from .model import ModelSpec
 from .request import Json
 from .setup import set_up
 
-__all__ = ["LoadedPipeline", "load_pipeline", "resolve_class", "resolve_device"]
+__all__ = ["LoadedPipeline", "Stamp", "load_pipeline", "resolve_class", "resolve_device"]
 
+# Path, bytes and time of change in ns of every file of some weights.
+Stamp: TypeAlias = tuple[tuple[str, int, int], ...]
 DEFAULTS_FILE = "dit_graphs.json"
 _DENOISERS = ("transformer", "unet")
 # `model.safetensors`, `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors` and the
@@ -42,7 +45,8 @@ class LoadedPipeline:
     """A pipeline ready to be called, and what it was made from.
 
     `defaults` are the call arguments a model folder asks for in its `dit_graphs.json`; `partners`
-    the pipelines of other classes made on the same components.
+    the pipelines of other classes made on the same components; `fingerprints` what records found
+    out about the weights, by place.
     """
 
     pipe: DiffusionPipeline
@@ -52,6 +56,7 @@ class LoadedPipeline:
     partners: dict[type[DiffusionPipeline], LoadedPipeline] = field(
         default_factory=dict, repr=False
     )
+    fingerprints: dict[str, tuple[Stamp, str]] = field(default_factory=dict, repr=False)
 
 
 def load_pipeline(spec: ModelSpec) -> LoadedPipeline:
@@ -115,7 +120,7 @@ def call_defaults(spec: ModelSpec, pipeline_class: type[DiffusionPipeline]) -> d
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError("model", f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise InputError("model", f"{path} must hold one JSON object")
@@ -159,11 +164,13 @@ def _class_name(spec: ModelSpec) -> str:
     where = hub_arguments(option, place, role=role)
     try:
         index = DiffusionPipeline.load_config(place, revision=spec.revision, **where)
+        return str(index["_class_name"])
+    except (KeyError, TypeError, RecursionError) as error:
+        raise InputError(option, f"{role}{place!r} has an index that names no pipeline") from error
     except (OSError, ValueError) as error:
         raise InputError(
             option, f"{role}{place!r} cannot be loaded: {_first_line(error)}"
         ) from error
-    return str(index["_class_name"])
 
 
 def _default_base(path: Path) -> str:

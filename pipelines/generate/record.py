@@ -23,8 +23,7 @@ from dit_graphs import GraphConfig
 
 from .errors import InputError
 from .inputs import UNREADABLE, InputFile, file_sha256
-from .load import LoadedPipeline
-from .model import ModelSpec
+from .load import LoadedPipeline, Stamp
 from .request import GenerateRequest, Json
 
 __all__ = ["BUNDLED", "FORMAT", "changes", "make_record", "read_record", "read_source"]
@@ -72,7 +71,7 @@ def make_record(
         "format": FORMAT,
         "pipeline": type(loaded.pipe).__name__,
         "model": spec,
-        "weights": cast(dict[str, Json], dict(_weights(loaded.spec))),
+        "weights": cast(dict[str, Json], dict(_weights(loaded))),
         "request": asked,
         "inputs": [{"option": i.option, "path": i.path, "sha256": i.sha256} for i in inputs],
         "graphs": None if graphs is None else graphs_to_mapping(graphs),
@@ -188,8 +187,9 @@ def _versions() -> Iterator[tuple[str, Json]]:
             continue
 
 
-def _weights(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+def _weights(loaded: LoadedPipeline) -> Iterator[tuple[str, str]]:
     """Fingerprints of what lies on this disk; the commit of what came from the hub."""
+    spec = loaded.spec
     places = {"model": spec.model, "base": spec.base}
     places |= {f"lora {index}": adapter.path for index, adapter in enumerate(spec.lora)}
     if spec.ip_adapter is not None:
@@ -197,20 +197,27 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     for name, place in places.items():
         if place is None:
             continue
-        path = Path(place)
-        if path.is_file():
-            yield name, file_sha256(path)
-        elif path.is_dir():
-            yield name, _folder_sha256(path)
+        if Path(place).exists():
+            yield name, _fingerprint(Path(place), loaded.fingerprints)
         elif (commit := _hub_commit(place, spec.revision)) is not None:
             yield name, commit
 
 
-def _folder_sha256(folder: Path) -> str:
+def _fingerprint(path: Path, known: dict[str, tuple[Stamp, str]]) -> str:
+    """Of the bytes, which are read once: a checkpoint of 20 GB is not hashed for every picture."""
+    is_folder = path.is_dir()
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if is_folder else [path]
+    stamp = tuple((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files)
+    if str(path) not in known or known[str(path)][0] != stamp:
+        known[str(path)] = (stamp, _folder_sha256(path, files) if is_folder else file_sha256(path))
+    return known[str(path)][1]
+
+
+def _folder_sha256(folder: Path, files: list[Path]) -> str:
     """Names, sizes and the first and last MiB of every file: all of a small model, and quick for
     a large one."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for path in files:
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
         with path.open("rb") as file:

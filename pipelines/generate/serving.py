@@ -67,4 +67,10 @@ def partner_of(loaded: LoadedPipeline, pipeline_class: type[DiffusionPipeline]) 
     if acceleration is not None:
         accelerate(pipe, acceleration.config)
     spec = replace(loaded.spec, pipeline=pipeline_class.__name__)
-    return LoadedPipeline(pipe, spec, loaded.device, call_defaults(spec, pipeline_class))
+    return LoadedPipeline(
+        pipe,
+        spec,
+        loaded.device,
+        call_defaults(spec, pipeline_class),
+        fingerprints=loaded.fingerprints,
+    )

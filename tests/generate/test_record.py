@@ -9,14 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny
 
 from dit_graphs.app.cli.flags import Given
 from dit_graphs.pipelines.generate import (
     GenerateRequest,
     InputError,
+    ModelSpec,
+    generate,
+    load_pipeline,
     open_images,
     read_record,
     read_source,
+    record,
 )
 
 WHOLE = {
@@ -109,3 +114,23 @@ def test_the_home_of_nobody_is_no_file() -> None:
 def test_graphs_of_another_version_are_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"^from: .*says speed, which GraphConfig has not"):
         Given({}).graphs({"speed": 9})
+
+
+def test_weights_are_hashed_once_and_again_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of many gigabytes was read from end to end for every picture."""
+    tiny.build("z-image").save_pretrained(tmp_path)
+    loaded = load_pipeline(ModelSpec(model=str(tmp_path), device="cpu"))
+    loaded.pipe.set_progress_bar_config(disable=True)
+    reads = []
+    whole = record._folder_sha256
+    monkeypatch.setattr(record, "_folder_sha256", lambda *a: reads.append(a) or whole(*a))
+    request = GenerateRequest(
+        prompt="a", seed=1, num_images=2, height=32, width=32, num_inference_steps=1
+    )
+    first, second = (item.record["weights"] for item in generate(loaded, request))
+    assert first == second and len(reads) == 1
+    (tmp_path / "new.txt").write_text("x")
+    (item, _) = generate(loaded, request)
+    assert item.record["weights"] != first and len(reads) == 2
