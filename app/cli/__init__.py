@@ -6,6 +6,8 @@ value a pipeline refuses and a line of a file that makes no sense all end here, 
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import sys
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore", FutureWarning)
     # said while it is imported, so no call could silence it in time; a user's own value counts
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths and prompts go where ASCII alone does, too
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = build_app()(args=arguments, prog_name="dit-graphs", standalone_mode=False)
@@ -75,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = None  # the reader has gone: nothing more can be said
         return FAILED
     except OSError as error:  # a disk that is full, or was taken away
+        if error.errno == errno.ENAMETOOLONG:
+            return _refuse(f"no file can have this name: {str(error.filename)!r:.60}…")
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 

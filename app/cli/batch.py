@@ -18,7 +18,7 @@ from dit_graphs.pipelines.generate import GenerateRequest, InputError
 
 from .codes import FAILED
 from .flags import Flag, Given, graph_flags, model_flags, request_flags
-from .generate import OUTPUT
+from .generate import OUTPUT, OUTPUTS
 
 if TYPE_CHECKING:
     from dit_graphs.pipelines.generate import Failure, Item
@@ -64,7 +64,7 @@ def run(given: Given) -> int:
     lines = read_lines(texts, given.request(None))
     if not lines:
         raise InputError("file", f"{str(path)!r} holds no line")
-    folder = Path(str(given.value("output") or "outputs"))
+    folder = given.folder("output") or OUTPUTS
     check_output(folder)
     requests = [line for line in lines.values() if isinstance(line, GenerateRequest)]
     session = open_session(given, requests, since=since, checks=False)

@@ -31,6 +31,8 @@ def command(
     def called(**values: Any) -> int:
         try:
             return run(Given(values))
+        except typer.Exit:  # the command has said how it ends, Ctrl-C included
+            raise
         except BaseException as error:  # the library under typer would end without a word
             if not _is_interrupt(error):
                 raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import time
-from pathlib import Path
 
 from dit_graphs.pipelines.generate import InputError
 
@@ -53,10 +52,10 @@ def run(given: Given) -> int:
 
     from .session import open_session
 
-    output = Path(str(given.value("output"))) if "output" in given else None
+    output = given.folder("output")
     if output is not None:
         check_output(output)
-    lora_dir = Path(str(given.value("lora_dir"))) if "lora_dir" in given else None
+    lora_dir = given.folder("lora_dir")
     if lora_dir is not None and not lora_dir.is_dir():
         raise InputError("lora_dir", f"expected a folder, got {str(lora_dir)!r}")
     session = open_session(given, (), since=since)

@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, cast, get_origin, get_type_hints
 
 import typer
@@ -198,6 +199,13 @@ class Given:
     def names(self, flags: Iterable[Flag]) -> list[str]:
         """The flags among `flags` that were given."""
         return [flag.name for flag in flags if flag.name in self]
+
+    def folder(self, name: str) -> Path | None:
+        """The folder one flag names, None where it was not given."""
+        text = self.value(name)
+        if text == "":  # most likely a shell variable that was not set
+            raise InputError(name, "expected a folder, got ''")
+        return None if text is None else Path(str(text))
 
     def request(self, prompt: str | None, base: GenerateRequest | None = None) -> GenerateRequest:
         """The request the flags describe, on top of `base`. Raises `InputError`."""

@@ -23,10 +23,11 @@ from .flags import Flag, Given, graph_flags, model_flags, request_flags
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["ARGUMENTS", "OUTPUT", "flags", "run"]
+__all__ = ["ARGUMENTS", "OUTPUT", "OUTPUTS", "flags", "run"]
 
+OUTPUTS = Path("outputs")
 OUTPUT = Flag(
-    "output", "output", str | None, "folder the files go to (default: outputs)", "Files", "DIR"
+    "output", "output", str | None, f"folder the files go to (default: {OUTPUTS})", "Files", "DIR"
 )
 _FROM = Flag("from_", "from", str | None, "make this PNG or JSON sidecar again", "Files", "FILE")
 _REWRITE = Flag(
@@ -84,7 +85,7 @@ def _make(
     from .report import announce, listing_finished, warn
     from .session import completed, open_session
 
-    folder = Path(str(given.value("output") or "outputs"))
+    folder = given.folder("output") or OUTPUTS
     check_output(folder)
     session = open_session(given, requests, since=since, model=model, graphs=graphs)
     made: list[tuple[Path, dict[str, Json]]] = []

@@ -34,5 +34,6 @@ def listed(names: Iterable[object]) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Of the device, which has an error of its own, or of the host."""
-    name = type(error).__name__
-    return name in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
+    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+        return True
+    return any(words in str(error) for words in ("allocate memory", "Storage size calculation"))

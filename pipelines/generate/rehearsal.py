@@ -57,8 +57,9 @@ def check_sizes(
         return
     with _silence():
         pipe = _imitation(spec, pipeline_class)
-    for request in sized if pipe is not None else ():
-        assert pipe is not None
+    if pipe is None:
+        return
+    for request in sized:
         request, inputs = fitted(pipe, request, open_images(request))
         arguments = call_arguments(pipe, request, inputs)
         try:

@@ -231,7 +231,7 @@ def _mapping(value: Json) -> dict[str, Json]:
 
 def _fps(request: GenerateRequest) -> int:
     given = request.fps or request.set.get("frame_rate") or request.set.get("fps")
-    return int(given) if isinstance(given, (int, float)) else DEFAULT_FPS
+    return max(1, round(given)) if isinstance(given, (int, float)) else DEFAULT_FPS
 
 
 def _sample_rate(pipe: DiffusionPipeline) -> int:

@@ -33,6 +33,8 @@ def check_output(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise InputError("output", f"expected a folder, and {str(folder)!r} is a file")
+    if folder.is_symlink() and not folder.exists():
+        raise InputError("output", f"expected a folder, and {str(folder)!r} is a link to nothing")
     if not folder.exists() and folder.suffix.lower() in _MEDIA_SUFFIXES:
         raise InputError("output", f"expected a folder, not a file name: {str(folder)!r}")
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
@@ -116,10 +118,16 @@ def _link(source: Path, target: Path) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        # A file system without links: look, then rename.
-        if target.exists():
+        # A file system without links: an empty file takes the name until the whole one is there.
+        try:
+            target.touch(exist_ok=False)
+        except FileExistsError:
             return False
-        os.replace(source, target)
+        try:
+            os.replace(source, target)
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
     return True
 
 

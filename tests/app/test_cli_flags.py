@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import subprocess
 import sys
@@ -253,28 +252,3 @@ def test_flags_cannot_be_shortened(option: str, capsys: pytest.CaptureFixture[st
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "generate" in capsys.readouterr().out
-
-
-def test_ctrl_c_inside_an_import_is_an_interrupt_though_a_library_wraps_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(given: Given) -> int:
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt as error:
-            raise RuntimeError("Failed to import transformers.models") from error
-
-    monkeypatch.setattr(COMMANDS["doctor"], "run", run)
-    assert main(["doctor"]) == 130
-    assert capsys.readouterr().err == "interrupted; no file was finished\n"
-
-
-def test_a_disk_that_fails_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(given: Given) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "out/a.png")
-
-    monkeypatch.setattr(COMMANDS["doctor"], "run", run)
-    assert main(["doctor"]) == 1
-    assert capsys.readouterr().err == "dit-graphs: out/a.png: No space left on device\n"

@@ -25,6 +25,7 @@ from dit_graphs.pipelines.generate import (
     load_pipeline,
     resolve_class,
 )
+from dit_graphs.pipelines.generate.errors import is_out_of_memory
 from dit_graphs.pipelines.generate.setup import _adapter_file
 
 
@@ -86,6 +87,20 @@ def test_a_file_cut_short_is_said_to_be_unreadable(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(InputError, match=r"^model: '.*x.safetensors' cannot be read: "):
         resolve_class(ModelSpec(model=str(path)))
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '"x"', "[" * 100_000, "{"])
+def test_an_index_that_names_no_pipeline_is_said_to_be_one(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model_index.json").write_text(index)
+    with pytest.raises(InputError, match=r"^model: .*(names no pipeline|cannot be loaded)"):
+        resolve_class(ModelSpec(model=str(tmp_path)))
+
+
+def test_more_than_any_memory_is_out_of_memory() -> None:
+    for number in (2**40, 2**62):
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(number)
+        assert is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize(("asked", "got"), [(None, "'none'"), ("bf16", "'bf16'")])

@@ -24,6 +24,7 @@ from dit_graphs.pipelines.generate import (
     generate,
     read_record,
 )
+from dit_graphs.pipelines.generate.run import _fps
 from dit_graphs.pipelines.generate.stages import StageClock
 
 SIZE = {"height": 32, "width": 32, "num_inference_steps": 2}
@@ -195,6 +196,16 @@ def test_b73_a_video_is_made_again_from_its_sidecar_with_the_same_bytes(tmp_path
     (again,) = generate(wan, request, output=tmp_path / "again")
     assert again.files[0].read_bytes() == item.files[0].read_bytes()
     assert changes(item.record, again.record) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "fps"), [({}, 16), ({"frame_rate": 29.97}, 30), ({"frame_rate": 0.2}, 1)]
+)
+def test_a_video_has_the_whole_rate_nearest_to_its_frame_rate(
+    settings: dict[str, float], fps: int
+) -> None:
+    """Cut down, 0.2 frames a second was none, and the encoder failed after the drawing."""
+    assert _fps(GenerateRequest(set=settings)) == fps
 
 
 def test_b53_the_actual_size_of_an_edit_is_recorded(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_graphs.pipelines.generate import InputError, check_output
+from dit_graphs.pipelines.generate import InputError, check_output, save
 from dit_graphs.pipelines.generate.inputs import file_sha256
 from dit_graphs.pipelines.generate.media import Medium, media_of
 from dit_graphs.pipelines.generate.save import save_media, slug
@@ -66,8 +66,6 @@ def test_an_interrupt_while_writing_leaves_nothing(
 def test_an_interrupt_between_two_files_takes_the_first_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dit_graphs.pipelines.generate import save
-
     link, calls = save._link, []
 
     def second_fails(source: Path, target: Path) -> bool:
@@ -92,6 +90,33 @@ def test_a_file_system_without_links_is_served_too(
     names = [_save(tmp_path, _picture(n))[0][0].name for n in range(2)]
     assert names == ["x-1.png", "x-1-2.png"]
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_name_that_is_taken_meanwhile_is_kept_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken_first(source: Path, target: Path) -> None:
+        target.write_text("mine")
+        raise PermissionError
+
+    monkeypatch.setattr("os.link", taken_first)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # it was not there a moment ago
+    (tmp_path / "source").write_text("ours")
+    assert not save._link(tmp_path / "source", tmp_path / "target")
+    assert (tmp_path / "target").read_text() == "mine"
+
+
+def test_a_failed_rename_gives_the_name_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.link", fails)
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(PermissionError):
+        _save(tmp_path, _picture())
+    assert not list(tmp_path.iterdir())
 
 
 def test_many_writers_of_one_name_all_keep_their_file(tmp_path: Path) -> None:
@@ -175,6 +200,12 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InputError, match=r"^output: "):
             check_output(path)
+
+
+def test_a_link_to_nothing_is_refused_before_the_picture_is_drawn(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"^output: .* is a link to nothing"):
+        check_output(tmp_path / "link")
 
 
 def test_a_place_that_takes_no_file_is_refused_whatever_its_permissions_say() -> None:
