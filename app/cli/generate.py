@@ -136,6 +136,8 @@ def _again(given: Given, source: Path, since: float) -> int:
         raise InputError("from", "expected no PROMPT beside it: the file has its own")
     if given.value("rewrite_prompt"):
         raise InputError("rewrite_prompt", "expected it left out beside --from: a prompt is kept")
+    if not source.is_file():  # known without the seconds that importing a library takes
+        raise InputError("from", f"no such file: {str(source)!r}")
     from dit_graphs.pipelines.generate import changes, read_source
 
     record, hashes = read_source(source)
