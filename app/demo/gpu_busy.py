@@ -51,17 +51,25 @@ def busy_meter(device: torch.device, *, is_on: bool = True) -> Iterator[BusyMete
     from torch.profiler import ProfilerActivity, profile
 
     tracer = profile(activities=[ProfilerActivity.CUDA])
-    tracer.start()
+    with _costing_numbers_only(meter):
+        tracer.start()
+    meter.mark()
     try:
-        meter.mark()
         yield meter
     finally:
-        torch.cuda.synchronize(device)  # sync: the last kernels must be in the trace
-        tracer.stop()
-        try:
+        with _costing_numbers_only(meter):
+            torch.cuda.synchronize(device)  # sync: the last kernels must be in the trace
+            tracer.stop()
             meter.stages = busy_between_markers(_kernels(tracer))
-        except (AttributeError, RuntimeError) as error:
-            meter.problem = str(error)
+
+
+@contextmanager
+def _costing_numbers_only(meter: BusyMeter) -> Iterator[None]:
+    """A run whose trace fails is a run all the same; one that failed keeps its own error."""
+    try:
+        yield
+    except (AssertionError, AttributeError, RuntimeError) as error:
+        meter.problem = meter.problem or str(error)
 
 
 def _kernels(tracer: object) -> list[tuple[str, Interval]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dit_graphs.app.demo.gpu_busy import busy_between_markers, busy_meter
+from dit_graphs.app.demo.gpu_busy import BusyMeter, busy_between_markers, busy_meter
 
 
 def test_overlaps_count_once_and_markers_cut() -> None:
@@ -59,3 +59,33 @@ def test_on_a_gpu_a_busy_stage_is_busier_than_an_idle_one() -> None:
     assert busy > 0.8 * length
     assert pause > 40.0
     assert idle < 1.0
+
+
+@pytest.mark.parametrize("broken", ["start", "stop", "events"])
+def test_a_tracer_that_fails_costs_the_numbers_only(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another profiler may hold the device's tracing; the picture is drawn all the same."""
+
+    class Tracer:
+        def __init__(self, **_: object) -> None:
+            self.profiler = None  # no events to read
+
+        def start(self) -> None:
+            if broken == "start":
+                raise RuntimeError("CUPTI is in use")
+
+        def stop(self) -> None:
+            if broken in ("start", "stop"):
+                raise RuntimeError("nothing was traced")
+
+    monkeypatch.setattr(torch.profiler, "profile", Tracer)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(BusyMeter, "mark", lambda meter: None)
+    with busy_meter(torch.device("cuda")) as meter:
+        drawn = True
+    assert drawn
+    assert meter.stages is None
+    assert meter.problem == "CUPTI is in use" if broken == "start" else meter.problem
+    with pytest.raises(ValueError, match="the run's own"), busy_meter(torch.device("cuda")):
+        raise ValueError("the run's own")
