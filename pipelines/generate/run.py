@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -112,6 +113,18 @@ def _graphs_of(pipe: DiffusionPipeline) -> GraphConfig | None:
     return None if acceleration is None else acceleration.config
 
 
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, torch's own generators start from `seed`; afterwards they are the caller's again.
+
+    Text that a pipeline's language model samples comes from them.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
 def generate_items(
     loaded: LoadedPipeline,
     request: GenerateRequest,
@@ -181,13 +194,12 @@ def _run(
     pipe, clock = loaded.pipe, StageClock(loaded.device)
     assert request.seed is not None
     arguments = call_arguments(pipe, request, inputs)
-    # Text that a pipeline's language model samples comes from torch's own generators.
-    torch.manual_seed(request.seed)
     if "generator" in inspect.signature(type(pipe).__call__).parameters:
         # On the CPU: the same seed then starts from the same noise on every device.
         arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
     before = counts(pipe)
-    output = call(pipe, arguments, clock)
+    with _seeded(request.seed, loaded.device):
+        output = call(pipe, arguments, clock)
     after = counts(pipe)
     media = media_of(output)
     record = make_record(

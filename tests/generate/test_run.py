@@ -58,6 +58,28 @@ def test_the_picture_is_the_plain_pipelines(pipe: diffusers.ZImagePipeline) -> N
     assert item.media[0].frames[0].tobytes() == expected.tobytes()
 
 
+def test_the_callers_random_numbers_go_on(
+    pipe: diffusers.ZImagePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside, torch's own generator starts from the seed: language models sample from it."""
+    drawn = []
+    encode = pipe.encode_prompt
+
+    def sampling(*args: object, **kwargs: object) -> object:
+        drawn.append(torch.rand(()).item())
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(pipe, "encode_prompt", sampling)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    first = torch.rand(1)
+    for seed in (7, 8, 7):
+        generate(pipe, "a", seed=seed, **SMALL)
+    assert torch.equal(torch.cat([first, torch.rand(1)]), expected)
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_without_a_seed_one_is_drawn_and_told(pipe: diffusers.ZImagePipeline) -> None:
     first, second = (generate(pipe, "a", **SMALL)[0] for _ in range(2))
     assert first.seed != second.seed
