@@ -22,6 +22,12 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Processes side by side share the cores: with a core's worth of threads each, they only wait for
+# one another. The commands that tests start inherit it.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    share = max((os.cpu_count() or 1) // int(workers), 1)
+    os.environ["OMP_NUM_THREADS"] = str(min(int(os.environ.get("OMP_NUM_THREADS", share)), share))
+
 # The root makes `benchmarks` importable: plain `pytest` does not add the folder it runs in.
 for folder in (ROOT, ROOT / "tests" / "support"):
     if str(folder) not in sys.path:
