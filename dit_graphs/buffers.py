@@ -6,6 +6,8 @@ through its own shape, so it is stored and copied as the span of elements it rea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -101,16 +103,21 @@ def copy_layout(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
+def of_same_view(make: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """`make` of the bytes of a conjugate or negative view, read in the same way again."""
+    if tensor.is_conj():
+        return make(tensor.conj()).conj()
+    return make(tensor._neg_view())._neg_view()
+
+
 def clone_layout(tensor: Tensor) -> Tensor:
     """A copy that owns its memory and keeps the strides, also of slices and expanded tensors.
 
     `Tensor.clone` makes those contiguous, and then a result would not be eager's. A conjugate or
     negative view stays one.
     """
-    if tensor.is_conj():
-        return clone_layout(tensor.conj()).conj()
-    if tensor.is_neg():
-        return clone_layout(tensor._neg_view())._neg_view()
+    if tensor.is_conj() or tensor.is_neg():
+        return of_same_view(clone_layout, tensor)
     copy = tensor.clone()
     if copy.stride() == tensor.stride() and not skew_bytes(tensor):
         return copy

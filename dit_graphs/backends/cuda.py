@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..breaks import BoundBreak, BreakSite, handling_breaks
-from ..buffers import poison, span_numel
+from ..buffers import of_same_view, poison, span_numel
 from ..errors import CaptureAborted, Reason
 from ..memory import CudaState, PoolId
 from ..observer import CaptureLog
@@ -45,10 +45,8 @@ def borrow(tensor: Tensor) -> Tensor:
 
     A conjugate or negative view stays one: it is the same bytes read in another way.
     """
-    if tensor.is_conj():
-        return borrow(tensor.conj()).conj()
-    if tensor.is_neg():
-        return borrow(tensor._neg_view())._neg_view()
+    if tensor.is_conj() or tensor.is_neg():
+        return of_same_view(borrow, tensor)
     numel = span_numel(tuple(tensor.shape), tensor.stride())
     if numel == 0:
         return tensor.detach()

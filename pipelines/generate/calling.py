@@ -19,7 +19,7 @@ from .partners import calls_control_image
 from .request import IMAGE_OPTIONS
 from .stages import StageClock
 
-__all__ = ["call", "named_in"]
+__all__ = ["call", "refusal"]
 
 
 def call(pipe: DiffusionPipeline, arguments: dict[str, object], clock: StageClock) -> object:
@@ -44,17 +44,24 @@ def call(pipe: DiffusionPipeline, arguments: dict[str, object], clock: StageCloc
     except (TypeError, ValueError) as error:
         if clock.num_steps:
             raise
-        problem = " ".join(str(error).split())
-        names = named_in(problem, type(pipe), arguments)
-        raise InputError(
-            ", ".join(names) or "request", f"{type(pipe).__name__} refuses it: {problem}"
-        ) from error
+        raise refusal(error, type(pipe), arguments) from error
     if clock.has_no_step:
         raise _no_step(pipe, arguments)
     return output
 
 
-def named_in(
+def refusal(
+    error: Exception, pipeline_class: type[DiffusionPipeline], arguments: Mapping[str, object]
+) -> InputError:
+    """What a pipeline said of its arguments, with the options it speaks of."""
+    problem = " ".join(str(error).split())
+    names = _named_in(problem, pipeline_class, arguments)
+    return InputError(
+        ", ".join(names) or "request", f"{pipeline_class.__name__} refuses it: {problem}"
+    )
+
+
+def _named_in(
     problem: str, pipeline_class: type[DiffusionPipeline], arguments: Mapping[str, object]
 ) -> list[str]:
     """The arguments a refusal speaks of; where it is none of them, the pictures it misses."""

@@ -18,8 +18,7 @@ from diffusers import DiffusionPipeline
 from diffusers.configuration_utils import FrozenDict
 
 from .arguments import accepted_names, call_arguments
-from .calling import named_in
-from .errors import InputError
+from .calling import refusal
 from .fitting import fitted
 from .hub import hub_arguments
 from .inputs import open_images
@@ -66,12 +65,9 @@ def check_sizes(
             with _silence():
                 pipe(**arguments)
         except (TypeError, ValueError) as error:
-            problem = " ".join(str(error).split())
-            names = named_in(problem, pipeline_class, arguments)
-            if names and set(names) <= _HEARD:
-                raise InputError(
-                    ", ".join(names), f"{pipeline_class.__name__} refuses it: {problem}"
-                ) from error
+            refused = refusal(error, pipeline_class, arguments)
+            if set(refused.option.split(", ")) <= _HEARD:
+                raise refused from error
         except Exception:  # there is nothing behind the arguments: it had to fail somewhere
             continue
 
