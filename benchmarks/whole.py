@@ -24,6 +24,7 @@ import dit_graphs
 from benchmarks import equality, pipelines, protocol, results
 from benchmarks.shapes import Size
 from benchmarks.tables import table
+from benchmarks.turns import Turns
 from dit_graphs.config import BackendName, GraphConfig
 
 Tree = dict[str, object]
@@ -47,9 +48,28 @@ COLUMNS = (
 
 
 def measure(
-    name: str, pipe: diffusers.DiffusionPipeline, size: Size, steps: int | None, rounds: int
-) -> Tree:
-    """One row. The pipeline must be accelerated; it holds graphs of this size afterwards."""
+    name: str,
+    pipe: diffusers.DiffusionPipeline,
+    size: Size,
+    steps: int | None,
+    rounds: int,
+    turns: Turns,
+) -> tuple[Tree, dict[str, object]]:
+    """One row, and the device's clocks while it was timed.
+
+    The pipeline must be accelerated; it holds graphs of this size afterwards.
+    """
+    with turns.preparing():
+        row, plain, draw = _compared(name, pipe, size, steps)
+    with turns.measuring(), protocol.GpuClock.maybe(pipe.device.type) as clock:
+        timed = {} if row["problems"] else _timed(plain, draw, rounds)
+    return row | timed, clock.summary()
+
+
+def _compared(
+    name: str, pipe: diffusers.DiffusionPipeline, size: Size, steps: int | None
+) -> tuple[Tree, Draw, Draw]:
+    """The row without times, and the two that draw: plain and from graphs."""
     device = pipe.device
 
     def draw(seed: int) -> torch.Tensor:
@@ -83,7 +103,7 @@ def measure(
         "problems": problems,
         "is_equal": not problems,
     }
-    return row | _timed(plain, draw, rounds) if not problems else row
+    return row, plain, draw
 
 
 def _timed(plain: Draw, draw: Draw, rounds: int) -> Tree:
@@ -126,6 +146,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--backend", default="full", choices=("full", "breakable", "recorded"))
     parser.add_argument("--rounds", type=int, default=protocol.MIN_ROUNDS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--turns", type=Path, help="a file: processes that share it take turns")
     parser.add_argument("--small", action="store_true", help="few narrow layers: no result")
     results.add_arguments(parser)
     given = parser.parse_args(arguments)
@@ -143,19 +164,21 @@ def main(arguments: list[str]) -> int:
     given = parse(arguments)
     origin = results.provenance(commit=given.commit, allow_dirty=given.allow_dirty)
     config = GraphConfig(backend=cast(BackendName, given.backend))
+    turns = Turns(given.turns)
     all_rows: list[Tree] = []
     for name in given.models:
-        pipe = dit_graphs.accelerate(pipelines.build(name, given.device, small=given.small), config)
+        with turns.preparing():
+            built = pipelines.build(name, given.device, small=given.small)
+            pipe = dit_graphs.accelerate(built, config)
         for text in given.sizes.split(","):
-            with protocol.GpuClock.maybe(given.device) as clock:
-                row = measure(name, pipe, Size.parse(text), given.steps, given.rounds)
+            row, clocks = measure(name, pipe, Size.parse(text), given.steps, given.rounds, turns)
             all_rows.append(row)
             print(table([row], COLUMNS), flush=True)
             if given.output:
-                run = results.run_record(SCRIPT, [row], provenance=origin, clocks=clock.summary())
+                run = results.run_record(SCRIPT, [row], provenance=origin, clocks=clocks)
                 results.write(Path(given.output), run)
         dit_graphs.restore(pipe)
-        del pipe
+        del pipe, built
         if given.device == "cuda":
             torch.cuda.empty_cache()  # the next pipeline starts from an empty device
     is_equal = all(row["is_equal"] for row in all_rows)

@@ -27,6 +27,7 @@ from benchmarks import (
     whole,
 )
 from benchmarks.shapes import Size
+from benchmarks.turns import Turns
 
 VIDEO = {"wan-1.3b", "ltx"}
 
@@ -368,7 +369,7 @@ class TestCheck:
 
 def test_whole_pictures_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = dit_graphs.accelerate(pipelines.build("z-image", "cpu", small=True), backend="recorded")
-    row = whole.measure("z-image", pipe, Size.parse("64"), 2, protocol.MIN_ROUNDS)
+    row, _ = whole.measure("z-image", pipe, Size.parse("64"), 2, protocol.MIN_ROUNDS, Turns())
     assert row["is_equal"] and row["replays"] and row["plain_ms"]
     draw, calls = pipelines.picture, []
 
@@ -377,5 +378,5 @@ def test_whole_pictures_are_compared_before_they_are_timed(monkeypatch: pytest.M
         return draw(*given) + (len(calls) > len(whole.SEEDS))  # the plain ones come first
 
     monkeypatch.setattr(pipelines, "picture", wrong_when_replayed)
-    row = whole.measure("z-image", pipe, Size.parse("64"), 2, protocol.MIN_ROUNDS)
+    row, _ = whole.measure("z-image", pipe, Size.parse("64"), 2, protocol.MIN_ROUNDS, Turns())
     assert not row["is_equal"] and "plain_ms" not in row
