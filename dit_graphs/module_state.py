@@ -95,6 +95,8 @@ class _Sweep:
         self.compiled: list[str] = []
         self.devices: set[torch.device] = set()
         self.seen: set[int] = set()
+        # by identity, which holds while the value is kept here
+        self.frozen: dict[int, tuple[object, tuple[Hashable, list[Tensor]] | None]] = {}
 
     def visit(self, path: str, module: nn.Module) -> None:
         attributes = module.__dict__
@@ -107,12 +109,11 @@ class _Sweep:
         for tensor in _own_weights(module):
             self.weights.append(tensor_key(tensor))
             self.devices.add(tensor.device)
-        for table in _HOOK_TABLES:
+        for table in filter(attributes.get, _HOOK_TABLES):
             hooks = tuple(Identity(hook) for hook in attributes[table].values())
             if any(type(hook.value) is not WeightNorm for hook in hooks):
                 self.hooked.append(path or "the module itself")
-            if hooks:
-                self.note(f"{path}.{table}", hooks)
+            self.note(f"{path}.{table}", hooks)
         derived = derived_names(module) if attributes["_forward_pre_hooks"] else ()
         for name, value in attributes.items():
             if name in _INTERNAL or name in derived:
@@ -135,17 +136,28 @@ class _Sweep:
             return
         if isinstance(value, nn.Module) or is_ours(value):
             return
-        found: list[Tensor] = []
         if isinstance(value, Mapping) and not isinstance(value, dict):
             self.opaque(name, value, depth)  # it may read its values from a disk, or raise
             return
-        try:
-            key = freeze(value, found, limit=_LEAF_LIMIT)
-        except UnknownLeaf:
+        frozen = self.frozen_once(value)
+        if frozen is None:
             self.opaque(name, value, depth)
             return
+        key, found = frozen
         self.caches.extend(found)
         self.note(name, key)
+
+    def frozen_once(self, value: object) -> tuple[Hashable, list[Tensor]] | None:
+        """The key of `value` and its tensors, or None; every layer holds the model's one config."""
+        known = self.frozen.get(id(value))
+        if known is None:
+            found: list[Tensor] = []
+            try:
+                known = value, (freeze(value, found, limit=_LEAF_LIMIT), found)
+            except UnknownLeaf:
+                known = value, None
+            self.frozen[id(value)] = known
+        return known[1]
 
     def opaque(self, name: str, value: object, depth: int) -> None:
         """An object with identity, whose own plain state counts too."""

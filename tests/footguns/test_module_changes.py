@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dit_graphs
+from dit_graphs.module_state import sweep
 from dit_graphs.wrapping import runner_of
 
 
@@ -136,3 +138,28 @@ def test_a_value_some_objects_below_the_module_is_seen(depth: int) -> None:
                 x = _inputs(10 * image + step)[0]
                 assert torch.equal(module(x), x * (1.0 + image))
     assert runner_of(module).stats.replays >= 6
+
+
+def test_a_config_that_every_layer_holds_is_read_once_per_look() -> None:
+    """All layers of a language model hold its one config, which has more values than they have."""
+    reads: list[str] = []
+
+    @dataclass
+    class Config:
+        scale: float = 1.0
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "scale":
+                reads.append(name)
+            return super().__getattribute__(name)
+
+    model, config = nn.ModuleList(nn.Linear(2, 2) for _ in range(9)), Config()
+    for layer in model:
+        layer.config = config
+    before = sweep(model)
+    assert len(reads) == 1
+    model[4].config = Config()
+    assert sweep(model).python == before.python  # another config of equal values
+    config.scale = 2.0
+    changed = sweep(model).changed_attributes(before)
+    assert changed == {f"{number}.config" for number in range(9) if number != 4}
