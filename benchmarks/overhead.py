@@ -3,8 +3,8 @@
 Owns two measurements. Host milliseconds per replayed step, with 1, 10 and 100 graphs held, beside
 the time the driver alone takes to launch the same graph, and its stages in a loop of replays and
 right after an eager forward. And the wall time of a wrapped module that never replays, over the
-plain module's. The surprising fact: the first replays after a capture cost up to half as much again
-as later ones, so a measurement that starts too early blames the number of graphs held.
+plain module's. The surprising fact: the same step costs the same host half as much again a minute
+later, so numbers of graphs held that are measured one after the other compare minutes, not graphs.
 
 Prints a table, then one line of JSON. Exits 1 when a call did not run the way that is measured.
 """
@@ -12,11 +12,13 @@ Prints a table, then one line of JSON. Exits 1 when a call did not run the way t
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ from benchmarks.shapes import Size
 from benchmarks.turns import Turns
 from dit_graphs import GraphConfig
 from dit_graphs.config import BackendName
+from dit_graphs.runner import GraphRunner
 from dit_graphs.wrapping import runner_of
 
 SCRIPT = "benchmarks/overhead.py"
@@ -56,68 +59,121 @@ def replays(
     backend: BackendName,
     turns: Turns,
 ) -> Iterator[Measured]:
-    """One row per number of graphs held: host time of a replayed step, and of its launch alone."""
-    current = [0]
-    config = GraphConfig(backend=backend, capture="first_use", max_graphs=max(held) + 1)
-    dit_graphs.wrap(module, config, key=lambda: current[0])
-    call = _calls(module, name, size, device)
-    first: float | None = None
+    """One row per number of graphs held: host time of a replayed step, and of its launch alone.
+
+    Each number is held by a copy of the module on the same weights, so that all are timed in turn.
+    """
+    copies = {number: _on_same_weights(module) for number in sorted(held)}
+    calls = {number: _calls(copy_, name, size, device) for number, copy_ in copies.items()}
     try:
         with torch.no_grad():
-            for number in sorted(held):
-                for key in range(number):  # captures those that are not held yet
-                    current[0] = key
-                    with turns.preparing(), dit_graphs.request():
-                        for _ in range(3):
-                            call()
-                current[0] = 0
-                with turns.measuring(), protocol.GpuClock.maybe(device) as clock:
-                    row = _replayed(name, module, size, number, rounds, call)
-                host = row["host_ms"]
-                assert isinstance(host, float)
-                first = host if first is None else first
-                yield {**row, "over_first": host / first}, clock.summary()
+            for number, copy_ in copies.items():
+                _hold(number, copy_, calls[number], backend, turns)
+            with turns.measuring(), protocol.GpuClock.maybe(device) as clock:
+                rows = _replayed(f"{name} {size}", copies, calls, rounds)
+        first = rows[0]["host_ms"]
+        assert isinstance(first, float)
+        for row in rows:
+            over_first = cast(float, row["host_ms"]) / first
+            yield (
+                {**row, "model": name, "size": str(size), "over_first": over_first},
+                clock.summary(),
+            )
     finally:
-        dit_graphs.unwrap(module)
+        for copy_ in copies.values():
+            dit_graphs.unwrap(copy_)
+
+
+def _on_same_weights(module: nn.Module) -> nn.Module:
+    """A module of its own whose tensors are those of the given one."""
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, shared)
+
+
+def _hold(
+    number: int,
+    module: nn.Module,
+    call: Callable[[], object],
+    backend: BackendName,
+    turns: Turns,
+) -> None:
+    """Wraps the module and captures that many graphs, the last one under key 0."""
+    current = [0]
+    config = GraphConfig(backend=backend, capture="first_use", max_graphs=number + 1)
+    dit_graphs.wrap(module, config, key=lambda: current[0])
+    for key in reversed(range(number)):
+        current[0] = key
+        with turns.preparing(), dit_graphs.request():
+            for _ in range(3):
+                call()
 
 
 def _replayed(
-    name: str, module: nn.Module, size: Size, number: int, rounds: int, call: Callable[[], object]
-) -> Row:
+    key: str,
+    modules: Mapping[int, nn.Module],
+    calls: Mapping[int, Callable[[], object]],
+    rounds: int,
+) -> list[Row]:
+    runners = {number: _runner(module) for number, module in modules.items()}
+    before = {number: runner.report()["replays"] for number, runner in runners.items()}
+    num_stages = min(rounds, MAX_STAGE_ROUNDS)
+    with dit_graphs.request():
+        hosts = protocol.interleaved(
+            {str(number): call for number, call in calls.items()},
+            rounds=rounds,
+            warmups=WARMUPS,
+            measure=protocol.host_ms,
+        )
+        stages_ms = {
+            number: {
+                "in_a_loop": stages.profile(call, None, rounds=num_stages),
+                "after_eager": stages.profile(
+                    call, _eager(modules[number], call), rounds=num_stages
+                ),
+            }
+            for number, call in calls.items()
+        }
+    after = {number: runner.report()["replays"] for number, runner in runners.items()}
+    launches = protocol.interleaved(
+        {str(number): _launch(runner) for number, runner in runners.items()},
+        rounds=rounds,
+        warmups=WARMUPS,
+        measure=protocol.host_ms,
+    )
+    rows = []
+    for number, runner in runners.items():
+        expected = cast(int, before[number]) + rounds + WARMUPS + 2 * num_stages
+        problems = []
+        if after[number] != expected:
+            problems.append(f"{after[number]} replays, expected {expected}")
+        if len(runner.cache.held()) != number:
+            problems.append(f"{len(runner.cache.held())} graphs held, expected {number}")
+        host, launch = hosts[str(number)], launches[str(number)]
+        row: Row = {
+            "key": f"{key} replayed, {number} held",
+            "held": number,
+            "host_ms": host.median_ms,
+            "launch_ms": launch.median_ms,
+            "own_ms": host.median_ms - launch.median_ms,
+            "stages_ms": stages_ms[number],
+            "timings": {"host": host.as_dict(), "launch": launch.as_dict()},
+            "problems": problems,
+        }
+        rows.append(row)
+    return rows
+
+
+def _runner(module: nn.Module) -> GraphRunner:
     runner = runner_of(module)
     assert runner is not None
-    entries = runner.cache.held()
-    before = runner.report()["replays"]
-    assert isinstance(before, int)
-    with dit_graphs.request():
-        host = protocol.interleaved(
-            {"step": call}, rounds=rounds, warmups=WARMUPS, measure=protocol.host_ms
-        )["step"]
-        num_stages = min(rounds, MAX_STAGE_ROUNDS)
-        in_a_loop = stages.profile(call, None, rounds=num_stages)
-        after_eager = stages.profile(call, _eager(module, call), rounds=num_stages)
-    after = runner.report()["replays"]
-    recording = max(entries, key=lambda entry: entry.replays).recording
+    return runner
+
+
+def _launch(runner: GraphRunner) -> Callable[[], object]:
+    """Replays the graph that serves, and nothing else."""
+    recording = max(runner.cache.held(), key=lambda entry: entry.replays).recording
     assert recording is not None
-    launch = protocol.interleaved(
-        {"launch": recording.replay}, rounds=rounds, measure=protocol.host_ms
-    )["launch"]
-    expected = before + rounds + WARMUPS + 2 * num_stages
-    problems = [] if after == expected else [f"{after} replays, expected {expected}"]
-    if len(entries) != number:
-        problems.append(f"{len(entries)} graphs held, expected {number}")
-    return {
-        "key": f"{name} {size} replayed, {number} held",
-        "model": name,
-        "size": str(size),
-        "held": number,
-        "host_ms": host.median_ms,
-        "launch_ms": launch.median_ms,
-        "own_ms": host.median_ms - launch.median_ms,
-        "stages_ms": {"in_a_loop": in_a_loop, "after_eager": after_eager},
-        "timings": {"host": host.as_dict(), "launch": launch.as_dict()},
-        "problems": problems,
-    }
+    return recording.replay
 
 
 def _eager(module: nn.Module, call: Callable[[], object]) -> Callable[[], object]:
