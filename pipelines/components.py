@@ -37,6 +37,7 @@ _DENOISER_CLASS_ENDINGS = (
     "UNet",
     "Transformer",
 )
+_AUTOENCODER_NAMES = ("vae", "vqvae", "vqgan", "movq")
 _DENOISER_NAMES = ("transformer", "unet", "controlnet", "prior", "decoder", "dit", "denoiser")
 
 
@@ -62,7 +63,7 @@ def components_of(parts: Mapping[str, object]) -> Iterator[Component]:
             denoisers += 1
             yield Component("denoiser", name, label, part, "forward")
     for name, part in parts.items():
-        if name.split("_")[-1] != "vae" and name not in ("vae", "vqvae", "movq"):
+        if not _is_autoencoder(name, part):
             continue
         for method in ("decode", "encode"):
             if isinstance(part, nn.Module) and callable(getattr(type(part), method, None)):
@@ -78,7 +79,7 @@ def _text_models(parts: Mapping[str, object]) -> Iterator[Component]:
     for name, part in parts.items():
         if not isinstance(part, nn.Module) or id(part) in seen:
             continue
-        if name.startswith("text_encoder"):
+        if "text_encoder" in name:
             seen.add(id(part))
             yield Component("text_encoder", name, name, part, "forward")
         can_write = getattr(part, "can_generate", None)
@@ -87,6 +88,12 @@ def _text_models(parts: Mapping[str, object]) -> Iterator[Component]:
             label = "decode" if writers == 0 else f"decode:{name}"
             writers += 1
             yield Component("text_encoder", name, label, part, "generate")
+
+
+def _is_autoencoder(name: str, part: object) -> bool:
+    """By what pipelines call it, or by where diffusers keeps its class (`sound_tokenizer`)."""
+    home = type(part).__module__
+    return name.split("_")[-1] in _AUTOENCODER_NAMES or home.startswith("diffusers.models.autoenc")
 
 
 def _is_denoiser(name: str, module: nn.Module) -> bool:

@@ -15,16 +15,26 @@ __all__ = ["bar_owners", "opening_frame"]
 
 
 def bar_owners(target: object) -> Iterator[object]:
-    """The objects whose `progress_bar` a call of the pipeline may show."""
-    if callable(getattr(type(target), "progress_bar", None)):
-        yield target
-    blocks = vars(target).get("_blocks")
-    if blocks is not None:
-        yield from bar_owners(blocks)
-    inner = vars(target).get("sub_blocks")
-    if isinstance(inner, Mapping):
-        for block in inner.values():
-            yield from bar_owners(block)
+    """The objects whose `progress_bar` a call of the pipeline may show: itself, and what it holds.
+
+    A modular pipeline holds blocks, a combined one (Kandinsky's) the pipelines it is made of.
+    """
+    waiting = [target]
+    seen: set[int] = set()
+    for owner in waiting:
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if callable(getattr(type(owner), "progress_bar", None)):
+            yield owner
+        inner = vars(owner).get("sub_blocks")
+        blocks = inner.values() if isinstance(inner, Mapping) else ()
+        waiting.extend(part for part in (*vars(owner).values(), *blocks) if _may_loop(part))
+
+
+def _may_loop(part: object) -> bool:
+    has_bar = callable(getattr(type(part), "progress_bar", None))
+    return has_bar or "sub_blocks" in getattr(part, "__dict__", ())
 
 
 def opening_frame(target: object) -> FrameType:

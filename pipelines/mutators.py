@@ -34,6 +34,7 @@ PIPELINE_MUTATORS = (
     "disable_freeu",
     "fuse_qkv_projections",
     "unfuse_qkv_projections",
+    "enable_fuser",  # GLIGEN turns its grounding off between two steps
     "to",
 )
 MODULE_MUTATORS = (
