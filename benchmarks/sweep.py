@@ -269,7 +269,10 @@ def _without_folders(text: str) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line. Exits 2 on a wrong one."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sweep", description=__doc__, allow_abbrev=False
+        prog="python -m benchmarks.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(

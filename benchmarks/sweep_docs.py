@@ -90,11 +90,14 @@ class Column:
         """The file under benchmarks/results; without rows where there is none."""
         path = results.FOLDER / name
         runs = json.loads(path.read_text())["runs"] if path.exists() else []
-        machine = ""
+        machines: dict[str, list[str]] = {}
         for run in runs:
             found = run["machine"]
-            place = found.get("gpu", "CPU")
-            machine = f"{place}, torch {found['versions']['torch']}, commit {run['commit'][:12]}"
+            place = f"{found.get('gpu', 'CPU')}, torch {found['versions']['torch']}"
+            number = len(run["rows"])
+            rows = f" ({number} row{'s' * (number > 1)})" if len(runs) > 1 else ""
+            machines.setdefault(place, []).append(f"{run['commit'][:12]}{rows}")
+        machine = "; ".join(f"{place}, commit {', '.join(c)}" for place, c in machines.items())
         return cls({row["key"]: row for run in runs for row in run["rows"]}, machine)
 
 

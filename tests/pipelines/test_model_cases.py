@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from importlib.metadata import version
+from pathlib import Path
 
 import cases
 import diffusers
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 from twin import Twin, Where
 
-from benchmarks import sweep, sweep_docs
+from benchmarks import results, sweep, sweep_docs
 from benchmarks.sweep_cases import Case
 
 CPU = Where("recorded", torch.device("cpu"))
@@ -104,6 +106,21 @@ def test_the_page_says_what_was_not_measured_and_what_was_unequal() -> None:
     page = sweep_docs.page(cpu, sweep_docs.Column({}, ""), [("B", "no network")], version("torch"))
     assert "| `A` | full | **no** | not measured | – |" in page
     assert "- `B`: no network." in page
+
+
+def test_the_page_says_which_rows_are_of_which_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file may hold a few rows measured later; the rest is no younger for it."""
+    machine = {"gpu": "H200", "versions": {"torch": "2.11.0"}}
+    old = {"commit": "a" * 40, "machine": machine, "rows": [{"key": "A"}, {"key": "B"}]}
+    new = {"commit": "b" * 40, "machine": machine, "rows": [{"key": "C"}]}
+    (tmp_path / "two.json").write_text(json.dumps({"runs": [old, new]}))
+    (tmp_path / "one.json").write_text(json.dumps({"runs": [new]}))
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    both = f"H200, torch 2.11.0, commit {'a' * 12} (2 rows), {'b' * 12} (1 row)"
+    assert sweep_docs.Column.read("two.json").machine == both
+    assert sweep_docs.Column.read("one.json").machine == f"H200, torch 2.11.0, commit {'b' * 12}"
 
 
 class _Toy(nn.Module):
