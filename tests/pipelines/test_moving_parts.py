@@ -5,49 +5,18 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
 
 import diffusers
-import numpy as np
-import PIL.Image
 import pytest
 import tiny_moving
 import torch
-from torch import Tensor, nn
+from both import Both
+from torch import nn
 
 import dit_graphs
 from dit_graphs.pipelines.components import components_of
 from dit_graphs.pipelines.mutators import PIPELINE_MUTATORS
 from dit_graphs.request_scope import current_request
-
-Make = Callable[[], diffusers.DiffusionPipeline]
-
-
-class Both:
-    """An accelerated and a plain pipeline; each call goes to both and gives the same values."""
-
-    def __init__(self, make: Make) -> None:
-        self.fast, self.plain = make(), make()
-        dit_graphs.accelerate(self.fast, backend="recorded")
-
-    def __call__(self, seed: int = 0, **options: object) -> Tensor:
-        found = []
-        for pipe in (self.fast, self.plain):
-            generator = torch.Generator().manual_seed(seed)
-            made = pipe(**options, generator=generator, output_type="np").images
-            found.append(torch.from_numpy(np.asarray(made)))
-        assert torch.isfinite(found[1]).all()
-        assert torch.equal(*found)
-        return found[0]
-
-    def part(self, label: str = "denoiser") -> dict[str, object]:
-        """What `stats` says of one component."""
-        return dit_graphs.stats(self.fast)["components"][label]
-
-
-def _picture(seed: int, width: int = 64) -> PIL.Image.Image:
-    noise = torch.rand(64, width, 3, generator=torch.Generator().manual_seed(seed))
-    return PIL.Image.fromarray((noise * 255).byte().numpy())
 
 
 def test_grounding_that_ends_in_the_middle_of_a_picture() -> None:
@@ -137,6 +106,7 @@ def test_an_autoencoder_under_another_name_is_served() -> None:
             image_embeddings=torch.randn(1, 4, 4, 4, generator=generator),
             prompt="a heart",
             num_inference_steps=2,
+            output_type="np",
         )
     assert both.part("vae:vqgan.decode")["replays"] == 2
 
