@@ -31,7 +31,7 @@ from .families import family_of
 from .families.buckets import buckets_of
 from .installed import InstalledPart, InstalledRunner, wrap_part
 from .loops import bar_owners, opening_frame
-from .mutators import PIPELINE_MUTATORS, listen
+from .mutators import PIPELINE_MUTATORS, Overheard, guider_mutators, listen
 from .step_caches import StepCache
 
 __all__ = ["Acceleration", "accelerate", "acceleration_of", "restore"]
@@ -51,6 +51,8 @@ class Acceleration:
         self._refused: dict[str, tuple[nn.Module, str]] = {}
         self._adopted: set[str] = set()
         self._overrides: list[MethodOverride] = []
+        self._guider: object = None
+        self._heard_of_guider: list[Overheard] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None
@@ -97,6 +99,7 @@ class Acceleration:
             if callable(getattr(self.target, "maybe_free_model_hooks", None)):
                 self._override(self.target, "maybe_free_model_hooks", self._on_end)
             self._overrides.extend(listen(self.target, PIPELINE_MUTATORS, self))
+        self._listen_to_guider()
 
     def _wrap(self, part: Component) -> None:
         carries = part.role == "denoiser"
@@ -157,6 +160,17 @@ class Acceleration:
         for runner in self.runners.values():
             runner.mark_changed()
 
+    def _listen_to_guider(self) -> None:
+        """Guiders change modules between the branches of one step; a user may exchange them."""
+        guider = None if isinstance(self.target, nn.Module) else parts_of(self.target).get("guider")
+        if guider is self._guider:
+            return
+        for override in self._heard_of_guider:
+            override.drop(self)
+        self._guider = guider
+        names = () if guider is None else guider_mutators(guider)
+        self._heard_of_guider = listen(guider, names, self)
+
     def _on_progress_bar(self, original: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
             bar = original(*args, **kwargs)
@@ -186,6 +200,7 @@ class Acceleration:
 
     def follow_pipeline(self) -> None:
         """Parts that were replaced, taken away or wrapped over since the last request."""
+        self._listen_to_guider()
         present = [part for part in _parts(self.target) if part.role in self.config.components]
         modules = [part.module for part in present]
         gone = [
@@ -231,8 +246,10 @@ class Acceleration:
         end_request()
         for label in list(self.parts):
             self._release(label)
-        for override in reversed(self._overrides):
+        for override in (*self._heard_of_guider, *reversed(self._overrides)):
             override.drop(self)
+        self._guider = None
+        self._heard_of_guider.clear()
         self._overrides.clear()
 
 

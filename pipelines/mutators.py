@@ -15,7 +15,15 @@ from dit_graphs.intercept import MethodOverride
 
 from .strengths import Strengths
 
-__all__ = ["MODULE_MUTATORS", "PIPELINE_MUTATORS", "Listener", "Overheard", "listen"]
+__all__ = [
+    "GUIDER_MUTATORS",
+    "MODULE_MUTATORS",
+    "PIPELINE_MUTATORS",
+    "Listener",
+    "Overheard",
+    "guider_mutators",
+    "listen",
+]
 
 PIPELINE_MUTATORS = (
     "load_lora_weights",
@@ -37,6 +45,8 @@ PIPELINE_MUTATORS = (
     "enable_fuser",  # GLIGEN turns its grounding off between two steps
     "to",
 )
+# Around each branch of guidance; those of most guiders do nothing.
+GUIDER_MUTATORS = ("prepare_models", "cleanup_models")
 MODULE_MUTATORS = (
     "fuse_lora",
     "unfuse_lora",
@@ -71,6 +81,18 @@ MODULE_MUTATORS = (
     "enable_slicing",
     "disable_slicing",
 )
+
+
+def guider_mutators(guider: object) -> tuple[str, ...]:
+    """Those of `GUIDER_MUTATORS` in which this guider puts hooks on blocks, or takes them off."""
+    from diffusers.guiders.guider_utils import BaseGuidance
+
+    kind = type(guider)
+    return tuple(
+        name
+        for name in GUIDER_MUTATORS
+        if getattr(kind, name, None) is not getattr(BaseGuidance, name)
+    )
 
 
 class Listener(Protocol):
