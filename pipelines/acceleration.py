@@ -103,12 +103,13 @@ class Acceleration:
 
     def _wrap(self, part: Component) -> None:
         carries = part.role == "denoiser"
+        backend = self.config.backend_for(part.role)
         options = RunnerOptions(
             component=part.role,
             label=part.label,
             policy=break_policy(self.config),
             key=attention_key,
-            guard=state_guard(part.module, serves_caches=carries),
+            guard=state_guard(part.module, serves_caches=carries, backend=backend),
             describe=describe_denoiser if carries else None,
             carried=StepCache(part.module) if carries else None,
             family=family_of(part.module, part.method),

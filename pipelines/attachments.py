@@ -32,18 +32,20 @@ _HOOK_REASONS = (
 
 
 def state_guard(
-    module: nn.Module, *, serves_caches: bool = False
+    module: nn.Module, *, serves_caches: bool = False, backend: str = "auto"
 ) -> Callable[[], tuple[Reason, str] | None]:
     """A check of what is attached to `module` now: the reason for eager calls, or None.
 
-    `serves_caches`: the module's runner carries the state of the step caches that graphs can serve.
+    `serves_caches`: the module's runner carries the state of the step caches that graphs can serve,
+    as far as its `backend` allows.
     """
 
     def check() -> tuple[Reason, str] | None:
         for path, child in module.named_modules():
             for reason, name in _attached(child, serves_caches):
                 return reason, f"{name} on {path or type(module).__name__}"
-        refusal = cannot_serve(module) if serves_caches else None
+        allows_breaks = backend != "full"
+        refusal = cannot_serve(module, allows_breaks=allows_breaks) if serves_caches else None
         return (Reason.STEP_CACHE, refusal) if refusal is not None else None
 
     return check

@@ -93,11 +93,16 @@ def _leading_hook(module: nn.Module) -> tuple[str, Any] | None:
     return None
 
 
-def cannot_serve(module: nn.Module) -> str | None:
+def cannot_serve(module: nn.Module, *, allows_breaks: bool) -> str | None:
     """Why the step cache on `module` must stay eager although its hooks are served ones."""
     found = _leading_hook(module)
     if found is not None and found[0] == _MAG and found[1].config.calibrate:
         return "MagCache is calibrating: it reads a norm of every step"
+    if found is not None and found[0] == _FIRST_BLOCK and not allows_breaks:
+        return (
+            'FirstBlockCache decides within the forward, where backend="full" allows no eager '
+            'break; take "auto" or "breakable"'
+        )
     return None
 
 

@@ -47,11 +47,12 @@ def wrap(
         raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
     know_holders(module)
     carried = StepCache(module) if method == "forward" else None
+    backend = config.backend_for(RunnerOptions().component)
     options = RunnerOptions(
         key=key,
         ignore=tuple(ignore),
         policy=break_policy(config),
-        guard=state_guard(module, serves_caches=carried is not None),
+        guard=state_guard(module, serves_caches=carried is not None, backend=backend),
         carried=carried,
         family=family_of(module, method),
         padding=buckets_of(module, config) if method == "forward" else None,

@@ -17,6 +17,7 @@ from diffusers.hooks import apply_first_block_cache
 from pair import Pair
 
 import dit_graphs
+from dit_graphs.pipelines.attachments import state_guard
 from dit_graphs.wrapping import runner_of
 
 # where the tiny models' residuals change by about as much, so that both decisions occur
@@ -241,6 +242,28 @@ def test_b55_other_caches_stay_eager_with_one_reason(
     assert len([r for r in caplog.records if "step_cache" in r.getMessage()]) == 1
     pair.both(_disable)
     assert set(pair.reasons_of(2)) <= {"warming_up"}
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["asked", "drawn"]
+)
+def test_b55_first_block_cache_under_full_says_what_to_choose(device: str) -> None:
+    """Its decision lies within the forward; one graph without an eager break cannot hold it.
+
+    MagCache's does not. On the CPU, where "full" is no backend, the guard alone is asked.
+    """
+    config = _first_block(THRESHOLDS["flux"])
+    pair = Pair("flux", device=device, backend="full", prepare=_enable(lambda: config))
+    transformer = pair.fast.transformer
+    reason, detail = state_guard(transformer, serves_caches=True, backend="full")()
+    assert reason == "step_cache" and '"breakable"' in detail
+    assert state_guard(transformer, serves_caches=True, backend="breakable")() is None
+    if device == "cuda":
+        assert pair.reasons_of(3, steps=8) == {"step_cache": 24}
+        assert detail in dit_graphs.explain(pair.fast)
+    pair.both(_disable)
+    pair.both(_enable(_magnitude))
+    assert state_guard(transformer, serves_caches=True, backend="full")() is None
 
 
 def test_b55_a_bare_transformer_in_a_loop_of_ones_own() -> None:
