@@ -215,6 +215,42 @@ def test_b36_garbage_graphs_are_not_destroyed_during_a_capture():
     assert gc.isenabled() == enabled
 
 
+def test_b36_an_old_graph_whose_last_reference_goes_during_a_capture():
+    """No collector is needed for that: a forward that drops a graph destroys it on the spot."""
+    old: list[torch.cuda.CUDAGraph] = []
+
+    class Drops(Denoiser):
+        def forward(self, x, t, text=None):
+            y = super().forward(x, t, text)
+            if torch.cuda.is_current_stream_capturing() and old:
+                old.pop()
+            return y
+
+    x = torch.ones(64, device="cuda")
+    for _ in range(20):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.mul_(2)
+        old.append(graph)
+    del graph
+    for seed in range(6):
+        module, reference = build(Drops, seed=seed), build(Drops, seed=seed)
+        wrap(module, GraphConfig(backend="full"))
+        with torch.no_grad(), dit_graphs.request(total_steps=6):
+            for step in range(6):
+                assert torch.equal(module(**inputs(step))[0], reference(**inputs(step))[0])
+        report = runner_of(module).report()
+        assert set(report["fallbacks"]) <= {"warming_up", "capture_failed"}
+    assert len(old) < 20, "graphs were dropped during captures"
+    torch.cuda.synchronize()
+    fresh, plain = build(seed=9), build(seed=9)
+    wrap(fresh, GraphConfig(backend="full"))
+    with torch.no_grad(), dit_graphs.request(total_steps=6):
+        for step in range(6):
+            assert torch.equal(fresh(**inputs(step))[0], plain(**inputs(step))[0])
+    assert runner_of(fresh).report()["replays"] == 3, "captures work as before"
+
+
 def test_b37_no_capture_is_started_without_headroom(monkeypatch):
     module, reference = build(), build()
     wrap(module, GraphConfig(backend="full"))
