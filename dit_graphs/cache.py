@@ -81,6 +81,7 @@ class Entry:
     replay_ms: float | None = None
     capture_ms: float = 0.0
     attempts: int = 0
+    has_escaped: bool = False  # a pass left a tensor behind: the first may fill somebody's cache
     chances: int = 0  # how often what forbade a graph was taken back
     drops: int = 0
     blocked: tuple[Reason, str] | None = None
@@ -104,6 +105,12 @@ class Entry:
         """No capture for 64 uses, and for four times as many after each further refusal."""
         self.block(reason, detail, self.uses + _USES_BEFORE_RETRY * 4**self.attempts)
         self.attempts += 1
+
+    def note_escape(self, detail: str) -> None:
+        """A pass left a tensor behind. The next pass that does so blocks the signature."""
+        if self.has_escaped:
+            self.block_until_retry(Reason.STATE_ESCAPED, detail)
+        self.has_escaped = True
 
     def unblock(self) -> None:
         """What forbade a graph may be gone: the signature is as if seen once."""

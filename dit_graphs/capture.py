@@ -21,8 +21,9 @@ from .cache import Entry, State
 from .config import GraphConfig
 from .constants import ConstantTable
 from .counters import RunnerStats
-from .effects import PythonState
+from .effects import PythonState, storages_in
 from .errors import CaptureAborted, GraphError, Reason
+from .escapes import Escapes
 from .forward import Forward
 from .memory import DeviceState, Stopwatch
 from .observer import CaptureLog, Guard, HostRead, Observation, Observer, breaking_modules
@@ -146,8 +147,12 @@ class Capturer:
         self._plan_breaks(entry, observation)
         inputs.copy_back(tensors, observation.written_inputs)
         refusal = observer.refusal(output)
+        del output
+        escaped = self._escaped(observer.escapes) if refusal is None else None
         if refusal is not None:
             entry.block(*refusal)
+        elif escaped is not None:
+            entry.note_escape(escaped)
         elif not observation.host_reads or self.backend == "debug":
             entry.inputs, entry.observation = inputs, observation
             entry.plan.is_simple = observation.is_simple
@@ -189,6 +194,15 @@ class Capturer:
             if isinstance(error, CaptureAborted):
                 raise
             raise refusal_of(error) from error
+
+    def _escaped(self, escapes: Escapes, recording: Recording[object] | None = None) -> str | None:
+        """What the forward left with somebody else than its module and its recording, in words."""
+        if not escapes.has_left():
+            return None
+        explained = PythonState(self.forward.module).storage_keys()
+        if recording is not None:
+            explained |= storages_in(recording.held())
+        return escapes.left(explained)
 
     def is_observed(self, entry: Entry) -> bool:
         """Whether the last pass left nothing open, so that a capture may follow."""
@@ -241,6 +255,7 @@ class Capturer:
         if name == "auto":
             name = "breakable" if observation.breaks else "full"
         backend = make_backend(name)
+        escapes = Escapes()
 
         def forward(log: CaptureLog | None) -> object:
             with self.forward.conditions():
@@ -250,7 +265,7 @@ class Capturer:
                 module, device = self.forward.module, self.state.device
                 observed = entry.observation is not None
                 constants = observation.constants
-                guard = Guard(module, device, policy, constants, log, is_observed=observed)
+                guard = Guard(module, device, policy, constants, log, escapes, is_observed=observed)
                 with breaking_modules(module, policy.modules), guard:
                     return call()
 
@@ -285,6 +300,10 @@ class Capturer:
                 if recording is not None:
                     recording.close()
                 raise CaptureAborted(Reason.PYTHON_STATE, f"sets {', '.join(changed[:3])}")
+            escaped = self._escaped(escapes, recording)
+            if escaped is not None:
+                recording.close()
+                raise CaptureAborted(Reason.STATE_ESCAPED, escaped)
             inputs.rebind_always = observation.written_inputs
             entry.recording, entry.backend, entry.state = recording, name, State.CAPTURED
             entry.capture_ms = (time.perf_counter() - started) * 1e3

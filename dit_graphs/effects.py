@@ -19,8 +19,9 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from .module_state import derived_names, is_ours
+from .watch import storage_key
 
-__all__ = ["PythonState", "Reach"]
+__all__ = ["PythonState", "Reach", "storages_in"]
 
 _OURS = "_compiled_call_impl"
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -39,6 +40,7 @@ class _Attributes:
         self._lists: list[tuple[str, list[object], list[object]]] = []
         self._sets: list[tuple[str, set[object], set[object]]] = []
         self._seen: set[int] = set()
+        self._listed: set[int] = set()  # storages of tensors in lists and tuples
         self._derived: set[str] = set()
         for path, child in (pair for module in modules for pair in module.named_modules()):
             self._derived.update(f"{path}.{name}".lstrip(".") for name in derived_names(child))
@@ -85,6 +87,11 @@ class _Attributes:
                 changed.append(path)
         return changed
 
+    def storage_keys(self) -> set[int]:
+        """The storages of all tensors that stood somewhere in here when this was made."""
+        named = (value for _, names, _ in self._dicts for value in names.values())
+        return self._listed | _storage_keys(named)
+
     def _keep_dict(self, path: str, held: dict[str, object], depth: int) -> None:
         if id(held) in self._seen:
             return
@@ -105,6 +112,7 @@ class _Attributes:
         if isinstance(value, dict):
             self._keep_dict(path, value, depth)
         elif isinstance(value, (list, tuple)):
+            self._listed |= _storage_keys(value)
             if isinstance(value, list):
                 self._lists.append((path, value, list(value)))
             for index, item in enumerate(value if depth else ()):
@@ -115,6 +123,17 @@ class _Attributes:
             own = getattr(value, "__dict__", None)
             if isinstance(own, dict):
                 self._keep_dict(path, own, depth)
+
+
+def storages_in(values: Iterable[object]) -> set[int]:
+    """The storages of tensors in these values, in containers and objects among them too."""
+    reached = _Attributes([], _BREAK_DEPTH, follows=True)
+    reached._keep("", tuple(values), _BREAK_DEPTH)
+    return reached.storage_keys()
+
+
+def _storage_keys(values: Iterable[object]) -> set[int]:
+    return {storage_key(value) for value in values if isinstance(value, Tensor)}
 
 
 class PythonState(_Attributes):

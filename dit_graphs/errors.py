@@ -61,6 +61,7 @@ class Reason(str, Enum):
     COMPILED = "compiled"
     PYTHON_STATE = "python_state"
     STATE_CHANGED = "state_changed"
+    STATE_ESCAPED = "state_escaped"
     COLLECTIVE = "collective"
     ABOVE_MAX_SIZE = "above_max_size"
     PADDING = "padding"
@@ -115,6 +116,7 @@ _SENTENCES: dict[Reason, str] = {
     Reason.COMPILED: "the module or a block of it is compiled: it runs as compiled",
     Reason.PYTHON_STATE: "every call changes Python objects, which a replay would not do",
     Reason.STATE_CHANGED: "weights or Python state changed: the old graph was dropped",
+    Reason.STATE_ESCAPED: "every call leaves a tensor with somebody, which a replay would not do",
     Reason.COLLECTIVE: "the forward exchanges tensors with other processes, as often as they do",
     Reason.ABOVE_MAX_SIZE: "larger than the largest bucket of this LLM phase; raise max_size",
     Reason.PADDING: "the padding of this batch cannot be decoded or costs too much",

@@ -34,7 +34,12 @@ from .worth import MOSTLY_EAGER, Worth, expected_speedup
 
 __all__ = ["GraphHolding"]
 
-_SEEN_IN_A_PASS = (Reason.HOST_READ, Reason.HOST_COPY, Reason.CONSTANT_CHANGED)
+_SEEN_IN_A_PASS = (
+    Reason.HOST_READ,
+    Reason.HOST_COPY,
+    Reason.CONSTANT_CHANGED,
+    Reason.STATE_ESCAPED,
+)
 _SOON_OVER = (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY, Reason.STATE_CHANGED)
 _SHOWN_LINES = 6
 _SHORT_OF_MEMORY = (Reason.LOW_MEMORY, Reason.OUT_OF_MEMORY, Reason.MEMORY_BUDGET)
@@ -157,9 +162,15 @@ class GraphHolding:
             self._rekey(entry, now)
         return moved
 
-    def _refuse(self, entry: Entry, refusal: CaptureAborted) -> None:
-        """Remembers why this signature has no graph, and when to try again."""
+    def _refuse(self, entry: Entry, refusal: CaptureAborted) -> CaptureAborted:
+        """Remembers why this signature has no graph, and when to try again.
+
+        Returns the refusal as it is told: short of memory, with what graphs hold of it.
+        """
         self._settle_release(entry)
+        if refusal.reason in _SHORT_OF_MEMORY:
+            held = f"graphs hold {self.state.pool_bytes() >> 20} MiB"
+            refusal = CaptureAborted(refusal.reason, f"{refusal.detail}; {held}".lstrip("; "))
         if refusal.reason in _SOON_OVER:
             entry.attempts += 1
             entry.block(refusal.reason, refusal.detail, entry.uses + 2 ** min(entry.attempts, 6))
@@ -173,6 +184,7 @@ class GraphHolding:
         # counted where the eager call happens; told here because that may be the next call
         differs = self._difference(refusal.reason, entry.signature)
         self.stats.tell(refusal.reason, refusal.detail, differs)
+        return refusal
 
     def _difference(self, reason: Reason, signature: Signature) -> list[str]:
         """What tells the call from the nearest graph's, where that is about to be told."""

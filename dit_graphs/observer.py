@@ -25,6 +25,7 @@ from .breaks import (
 from .constants import ConstantTable, caller_location
 from .effects import Reach
 from .errors import CaptureAborted, Reason
+from .escapes import Escapes
 from .flex import breaking_flex_attention
 from .host_functions import HANDLERS
 from .origins import Origin
@@ -100,6 +101,7 @@ class Observer(Watch):
         super().__init__(module, device, policy)
         self._inputs = {storage_key(t): i for i, t in enumerate(inputs) if storage_key(t)}
         self._produced: set[int] = set()
+        self.escapes = Escapes()
         self._constants = ConstantTable()
         self._constant_of: dict[int, tuple[str, int]] = {}
         self._reads: list[HostRead] = []
@@ -191,6 +193,10 @@ class Observer(Watch):
             self._launches += 1
         if traits.is_plain:
             self._note_produced(result)
+        if not self.in_break:  # a break's body runs on every replay
+            for tensor in iter_tensors((result,)):
+                if tensor.device.type == self.device.type and storage_key(tensor) in self._produced:
+                    self.escapes.note(tensor, traits.name)
 
     def _note_produced(self, result: object) -> None:
         for tensor in iter_tensors((result,)):
@@ -281,12 +287,14 @@ class Guard(Watch):
         policy: BreakPolicy,
         constants: ConstantTable,
         log: CaptureLog,
+        escapes: Escapes,
         *,
         is_observed: bool = True,
     ) -> None:
         super().__init__(module, device, policy)
         self._constants = constants
         self._log = log
+        self._escapes = escapes
         self._is_observed = is_observed
 
     def host_read(self, name: str) -> None:
@@ -328,6 +336,9 @@ class Guard(Watch):
         if traits.is_plain:
             for tensor in iter_tensors((result,)):
                 self._log.note_produced(tensor)
+        for tensor in iter_tensors((result,)):
+            if self._log.is_produced(tensor):
+                self._escapes.note(tensor, traits.name)
         if traits.launches:
             self._log.note_launch()
 

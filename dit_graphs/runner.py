@@ -38,7 +38,13 @@ from .verify import Undo, Verdict, verify_call
 __all__ = ["GraphRunner", "RunnerOptions"]
 
 _LARGE_BYTES = 64 << 20
-_OBSERVABLE = (Reason.CAPTURE_FAILED, Reason.CONSTANT_CHANGED, Reason.HOST_COPY, Reason.HOST_READ)
+_OBSERVABLE = (
+    Reason.CAPTURE_FAILED,
+    Reason.CONSTANT_CHANGED,
+    Reason.HOST_COPY,
+    Reason.HOST_READ,
+    Reason.STATE_ESCAPED,
+)
 _ASKED_FOR = (Reason.WARMING_UP, Reason.DISABLED, Reason.KILL_SWITCH)  # no error when strict
 
 
@@ -209,7 +215,7 @@ class GraphRunner(GraphHolding):
     def _run_refused(self, entry: Entry, call: Call, refusal: CaptureAborted) -> object:
         is_raised = refusal.reason is Reason.CAPTURE_FAILED
         if not is_raised:
-            self._refuse(entry, refusal)
+            refusal = self._refuse(entry, refusal)
         # where eager raises too, it is the caller's error and no fault of this signature
         result = self._miss(entry, call, refusal.reason, refusal.detail)
         if is_raised:

@@ -170,33 +170,45 @@ def map_tensors(
     whose constructor does not take its parts.
     """
 
-    def walk(node: object) -> object:
+    return _Mapper(fn, opaque, keep_unknown).walk(value)
+
+
+class _Mapper:
+    # no closure that calls itself: its cycle would keep tensors until the collector runs
+    __slots__ = ("fn", "keep_unknown", "opaque")
+
+    def __init__(
+        self, fn: Callable[[Tensor], object], opaque: LeafKeys, keep_unknown: bool
+    ) -> None:
+        self.fn = fn
+        self.opaque = opaque
+        self.keep_unknown = keep_unknown
+
+    def walk(self, node: object) -> object:
         if isinstance(node, Tensor):
-            return fn(node)
+            return self.fn(node)
         kind = type(node)
-        if kind in opaque or isinstance(node, (*_PLAIN, torch.Generator)):
+        if kind in self.opaque or isinstance(node, (*_PLAIN, torch.Generator)):
             return node
         if isinstance(node, Mapping):
-            items = {k: walk(v) for k, v in node.items()}
+            items = {k: self.walk(v) for k, v in node.items()}
             if kind is dict:
                 return items
             by_name = dataclasses.is_dataclass(kind)
             return _rebuilt(kind, kind, **items) if by_name else _rebuilt(kind, kind, items)
         if isinstance(node, (tuple, list)):
-            parts = [walk(v) for v in node]
+            parts = [self.walk(v) for v in node]
             return _rebuilt(kind, getattr(kind, "_make", kind), parts)
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             names = [f.name for f in dataclasses.fields(node) if f.init]
-            return _rebuilt(kind, kind, **{n: walk(getattr(node, n)) for n in names})
+            return _rebuilt(kind, kind, **{n: self.walk(getattr(node, n)) for n in names})
         if kind in _known_by_parts:
             whole = object.__new__(kind)
-            vars(whole).update({n: walk(v) for n, v in vars(node).items()})
+            vars(whole).update({n: self.walk(v) for n, v in vars(node).items()})
             return whole
-        if keep_unknown:
+        if self.keep_unknown:
             return node
         raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")
-
-    return walk(value)
 
 
 def _rebuilt(kind: type, make: Callable[..., object], *parts: object, **named: object) -> object:

@@ -64,6 +64,9 @@ class Recording(Protocol, Generic[T_co]):
     def poison(self) -> None:
         """Every output that a replay must rewrite holds garbage."""
 
+    def held(self) -> list[object]:
+        """What its breaks are given, as it is kept for their next run."""
+
     def close(self) -> None:
         """Everything the recording held is released; it is never replayed again."""
 
@@ -156,6 +159,10 @@ class BreakLog:
         bound = BoundBreak(recorded, fn, held_args, held_kwargs, buffers, fresh)
         self.bound.append(bound)
         return bound
+
+    def held(self) -> list[object]:
+        """What the breaks are given, as it is kept for their next run."""
+        return [value for bound in self.bound for value in (*bound.args, *bound.kwargs.values())]
 
     def produced_outputs(self, output: object) -> list[Tensor]:
         """The output tensors a replay rewrites (not inputs or weights handed through)."""

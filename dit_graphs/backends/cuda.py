@@ -210,6 +210,9 @@ class CudaRecording(Generic[T]):
         for tensor in self._produced:
             poison(tensor)
 
+    def held(self) -> list[object]:
+        return self._session.held()
+
     def close(self) -> None:
         self._steps = ()
         self._session.discard()

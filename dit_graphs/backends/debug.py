@@ -77,6 +77,9 @@ class DebugRecording(Generic[T]):
         for buffer in self._buffers:
             poison(buffer)
 
+    def held(self) -> list[object]:
+        return self._log.held()
+
     def close(self) -> None:
         self._fn = None
         self._log.externals.clear()

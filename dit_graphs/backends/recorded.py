@@ -134,7 +134,7 @@ class _Session(BreakLog):
         with unwatched():
             outputs = recorded.result.allocate(torch.device("cpu"))
             map_tensors(outputs, self._produce)
-            buffers = tensor_leaves(outputs)
+            buffers = [tensor.detach() for tensor in tensor_leaves(outputs)]
             self.steps.append(
                 self.bind_break(recorded, fn, args, kwargs, self._borrow, buffers, _resolve)
             )
@@ -142,7 +142,7 @@ class _Session(BreakLog):
 
     def _produce(self, tensor: Tensor) -> Tensor:
         self.note_produced(tensor)
-        self.kept[storage_key(tensor)] = tensor
+        self.kept[storage_key(tensor)] = tensor.detach()  # whoever else holds it is of interest
         return tensor
 
     def _borrow(self, tensor: Tensor) -> object:
@@ -199,7 +199,8 @@ class RecordedBackend:
         try:
             with _Recorder(session), handling_breaks(session):
                 result = fn(session)
-            output = cast(T, map_tensors(result, _as_is))
+            output = cast(T, map_tensors(result, Tensor.detach))
+            del result
         except UnknownLeaf as leaf:
             session.vanish()
             raise CaptureAborted(Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}") from None
@@ -214,10 +215,6 @@ class RecordedBackend:
                 generator.set_state(state)
         session.vanish()
         return RecordedRecording(output, session)
-
-
-def _as_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class RecordedRecording(Generic[T]):
@@ -241,6 +238,9 @@ class RecordedRecording(Generic[T]):
     def poison(self) -> None:
         for tensor in self._produced:
             poison(tensor)
+
+    def held(self) -> list[object]:
+        return self._session.held()
 
     def close(self) -> None:
         self._steps = ()

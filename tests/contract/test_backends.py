@@ -18,6 +18,7 @@ from twin import Where, random_state
 from dit_graphs.backends import CapturePlan, Recording, make_backend
 from dit_graphs.constants import ConstantTable
 from dit_graphs.errors import CaptureAborted, Reason
+from dit_graphs.escapes import Escapes
 from dit_graphs.memory import device_state
 from dit_graphs.observer import CaptureLog, Guard
 from dit_graphs.watch import BreakPolicy
@@ -41,7 +42,7 @@ def _capture(where: Where, net: Net, x: Tensor, *externals: Tensor) -> Recording
         with torch.inference_mode(False), torch.no_grad():
             if log is None:
                 return net(x)
-            with Guard(net, where.device, BreakPolicy(), ConstantTable(), log):
+            with Guard(net, where.device, BreakPolicy(), ConstantTable(), log, Escapes()):
                 return net(x)
 
     forward(None)  # library handles and lazy tables exist

@@ -60,6 +60,7 @@ def test_a_pass_or_capture_that_raises_costs_a_graph_and_nothing_else(
     is_short = error is torch.OutOfMemoryError
     expected = Reason.OUT_OF_MEMORY if is_short else Reason.CAPTURE_FAILED
     assert set(twin.runner.stats.fallbacks) == {Reason.WARMING_UP, expected}
+    assert ("; graphs hold" in twin.details[expected]) is is_short
 
 
 def test_memory_that_was_short_once_does_not_forbid_a_graph_for_ever(graphing: Where) -> None:

@@ -31,12 +31,12 @@ class RemembersSums(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         known = _SUMS.get(id(mask))
-        if known is None or known[0] is not mask:
-            known = _SUMS[id(mask)] = (mask, mask.sum())
-        return self.linear(x) / known[1]
+        if known is None or known[0] is not mask:  # kept in a way that no look for escapes sees
+            known = _SUMS[id(mask)] = (mask, mask.sum()[None].untyped_storage())
+        return self.linear(x) / torch.empty(0, device=x.device).set_(known[1])
 
 
-_SUMS: dict[int, tuple[Tensor, Tensor]] = {}
+_SUMS: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
 
 
 def test_b09_a_baked_sum_passes_the_first_request_and_is_blocked_on_the_second(

@@ -14,6 +14,7 @@ from dit_graphs.cache import Entry
 from dit_graphs.constants import ConstantTable, Occurrences
 from dit_graphs.effects import PythonState
 from dit_graphs.errors import BreakFailed
+from dit_graphs.escapes import Escapes
 from dit_graphs.memory import HostState
 from dit_graphs.runner import GraphRunner
 from dit_graphs.static_inputs import StaticInputs
@@ -71,6 +72,14 @@ def _no_version(patch: pytest.MonkeyPatch) -> None:
         return bound is not None and bound[0] is tensor
 
     patch.setattr(StaticInputs, "is_bound", is_bound)
+
+
+@variant(
+    "a tensor left with somebody is not looked for",
+    f"{CONTRACT}/test_escapes.py::test_a_returned_tensor_that_is_also_kept_has_escaped",
+)
+def _nothing_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Escapes, "has_left", lambda self: False)
 
 
 @variant(
