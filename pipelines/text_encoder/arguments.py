@@ -19,6 +19,8 @@ from dit_graphs.errors import Reason
 from dit_graphs.llm import Sampling
 from dit_graphs.llm.state import MAX_EOS
 
+from .encode_call import CACHES
+
 __all__ = ["Asked", "Refused", "left_lengths", "read", "refused_before"]
 
 _MODES = (
@@ -31,7 +33,8 @@ _MODES = (
     "constraints",
     "force_words_ids",
 )
-_PARTNERS = ("assistant_model", "synced_gpus", "custom_generate", "inputs_embeds")
+# a cache is filled for whoever gave it; slots fill none
+_PARTNERS = ("assistant_model", "synced_gpus", "custom_generate", "inputs_embeds", *CACHES)
 _ORDER = (
     logits_process.RepetitionPenaltyLogitsProcessor,
     logits_process.TemperatureLogitsWarper,
@@ -107,8 +110,9 @@ def _check_config(config: object) -> None:
         value = getattr(config, name, None)
         if value not in (None, False, "dynamic"):
             raise Refused(Reason.GENERATE_ARGUMENT, f"{name}={value!r}")
-    if getattr(config, "use_cache", True) is False:
-        raise Refused(Reason.GENERATE_ARGUMENT, "use_cache=False")
+    keeps = getattr(config, "use_cache", True)
+    if not keeps:  # None too, which some forwards take for "no"
+        raise Refused(Reason.GENERATE_ARGUMENT, f"use_cache={keeps!r}")
     if getattr(config, "is_assistant", False):
         raise Refused(Reason.GENERATE_ARGUMENT, "is_assistant")
 
@@ -159,7 +163,7 @@ def _stops(criteria: Iterable[object]) -> tuple[int, tuple[int, ...]]:
 def left_lengths(input_ids: Tensor, mask: object) -> tuple[int, ...]:
     """Real tokens per row of a left-padded batch. Raises `Refused` for any other padding."""
     rows, width = input_ids.shape
-    if not width:
+    if not rows or not width:
         raise Refused(Reason.PADDING, "no prompt")
     if mask is None:
         return (width,) * rows

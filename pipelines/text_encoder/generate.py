@@ -139,9 +139,6 @@ class TextGenerator:
         reader: _Reader | None,
     ) -> Tensor:
         width = input_ids.shape[1]
-        cache = model_kwargs.get(self.model.cache_name)
-        if cache is not None and cache.get_seq_length():  # type: ignore[attr-defined]
-            raise Refused(Reason.GENERATE_ARGUMENT, f"a filled {self.model.cache_name}")
         table = decode_positions(self.module, model_kwargs, asked, width)
         prompt = Prompt(
             lengths=asked.lengths,

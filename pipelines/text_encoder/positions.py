@@ -14,7 +14,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from .arguments import Asked
+from dit_graphs.errors import Reason
+
+from .arguments import Asked, Refused
 
 __all__ = ["PositionTable", "decode_positions"]
 
@@ -31,7 +33,10 @@ class PositionTable:
 def decode_positions(
     module: nn.Module, model_kwargs: Mapping[str, object], asked: Asked, width: int
 ) -> PositionTable:
-    """The numbers of the tokens to be written after a prompt of `width` columns."""
+    """The numbers of the tokens to be written after a prompt of `width` columns.
+
+    Raises `Refused` where the given numbers are those of another batch.
+    """
     rows = len(asked.lengths)
     inner = getattr(module, "model", None)
     if hasattr(inner, "_cached_decode_position_ids"):
@@ -44,6 +49,8 @@ def decode_positions(
         return PositionTable((1, 1), True, lambda: following)
     is_flat = given.dim() == 2
     last = (given[None] if is_flat else given)[..., -1:] + 1
+    if last.shape[1] not in (1, rows):
+        raise Refused(Reason.GENERATE_ARGUMENT, "position ids of another number of rows")
     table = last.expand(last.shape[0], rows, 1)
     return PositionTable((table.shape[0], 1), is_flat, lambda: table)
 

@@ -29,6 +29,7 @@ UNSUPPORTED = {
     "prompt_lookup_num_tokens=2": {"prompt_lookup_num_tokens": 2},
     "return_dict_in_generate=True": {"return_dict_in_generate": True},
     "use_cache=False": {"use_cache": False},
+    "use_cache=None": {"use_cache": None},
     "cache_implementation='static'": {"cache_implementation": "static"},
     "_EveryToken in this place": {"logits_processor": [_EveryToken()]},
     "MinPLogitsWarper in this place": {"do_sample": True, "min_p": 0.1},
@@ -117,15 +118,29 @@ def test_a_way_of_decoding_left_open_is_no_other_way(recorded, qwen3):
     assert torch.equal(written, expected) and generator.runner.stats.replays
 
 
-def test_a_prompt_of_no_tokens_raises_what_transformers_raises(recorded, qwen3):
-    generator, nothing = recorded(qwen3), torch.zeros((1, 0), dtype=torch.int64)
+@pytest.mark.parametrize(
+    ("reason", "given"),
+    [
+        (Reason.PADDING, {"inputs": torch.zeros((1, 0), dtype=torch.int64)}),
+        (Reason.PADDING, {"inputs": torch.zeros((0, 9), dtype=torch.int64)}),
+        (
+            Reason.GENERATE_ARGUMENT,
+            {"inputs": torch.ones((1, 9), dtype=torch.int64), "attention_mask": torch.ones(2, 9)},
+        ),
+    ],
+    ids=["no tokens", "no rows", "a mask of more rows"],
+)
+def test_a_prompt_that_cannot_be_read_raises_what_transformers_raises(
+    recorded, qwen3, reason, given
+):
+    generator = recorded(qwen3)
     messages = []
     for generate in (qwen3.generate, generator):
         with pytest.raises(Exception) as caught:
-            generate(nothing, max_new_tokens=3)
+            generate(**given, max_new_tokens=3)
         messages.append(repr(caught.value))
     assert messages[0] == messages[1]
-    assert generator.runner.stats.details[Reason.PADDING] == "no prompt"
+    assert set(generator.runner.stats.fallbacks) == {reason}
 
 
 def test_a_streamer_that_raises_stops_the_text_and_the_next_one_is_whole(recorded, qwen3):
@@ -150,17 +165,23 @@ def test_a_streamer_that_raises_stops_the_text_and_the_next_one_is_whole(recorde
     assert torch.equal(generator(**prompts, **given), qwen3.generate(**prompts, **given))
 
 
-def test_a_cache_that_is_filled_is_gone_on_with_by_transformers(recorded, qwen3):
+@pytest.mark.parametrize("filled", [0, 5])
+def test_a_cache_that_is_given_is_filled_by_transformers(recorded, qwen3, filled):
+    """Whoever gives one goes on from it; slots would leave it as it was."""
     batch = tiny_llms.prompts([6])
-    results = []
+    texts, caches = [], []
     generator = recorded(qwen3)
     name = cache_argument(type(qwen3).forward)
     for generate in (qwen3.generate, generator):
-        cache = {name: tf.DynamicCache(config=qwen3.config)}
-        qwen3(input_ids=batch["input_ids"][:, :5], use_cache=True, **cache)
-        results.append(generate(**batch, max_new_tokens=6, do_sample=False, **cache))
-    assert torch.equal(*results)
-    assert Reason.GENERATE_ARGUMENT in generator.runner.stats.fallbacks
+        cache = tf.DynamicCache(config=qwen3.config)
+        if filled:
+            ids = batch["input_ids"][:, :filled]
+            qwen3(input_ids=ids, use_cache=True, **{name: cache})
+        texts.append(generate(**batch, max_new_tokens=6, do_sample=False, **{name: cache}))
+        caches.append(cache)
+    assert torch.equal(*texts)
+    assert caches[1].get_seq_length() == caches[0].get_seq_length() == 11
+    assert generator.runner.stats.details[Reason.GENERATE_ARGUMENT] == name
 
 
 @pytest.mark.parametrize(
