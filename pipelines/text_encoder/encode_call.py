@@ -72,12 +72,16 @@ class EncoderForm:
             return None
         if plain.get("use_cache") or not (mask is None or _is_mask(mask, ids)):
             return None
-        made = dict(kwargs)
-        if "logits_to_keep" in self._names and plain.get("output_hidden_states"):
+        if plain.get("return_dict") is False:  # a tuple does not say which part is the cache
+            return None
+        made, states = dict(kwargs), plain.get("output_hidden_states", False)
+        if "logits_to_keep" in self._names and states is True:
             made["logits_to_keep"] = plain["logits_to_keep"] = 1
         tokens, given_mask = ids.shape[1], cast("Tensor | None", mask)
         has_states = "logits_to_keep" not in self._names or "logits_to_keep" in made
-        bucket = self._bucket(tokens) if has_states else tokens
+        # states may be chosen by number; attentions have padded rows and columns
+        is_plain = isinstance(states, bool) and not plain.get("output_attentions")
+        bucket = self._bucket(tokens) if has_states and is_plain else tokens
         mask = self._pad(plain, given_mask, bucket - tokens) if bucket != tokens else given_mask
         if mask is not None and not is_all_ones(mask):
             masks = self._masks(mask)

@@ -10,6 +10,7 @@ import logging
 import pytest
 import tiny_llms
 import torch
+import transformers as tf
 from transformers import masking_utils
 from transformers.utils import import_utils
 
@@ -19,6 +20,7 @@ from dit_graphs.llm.buckets import PROMPT_LADDER
 from dit_graphs.pipelines.text_encoder.encode import EncodeRunner
 from dit_graphs.pipelines.text_encoder.masks import cache_argument, mask_decisions_as_eager
 from dit_graphs.runner import RunnerOptions
+from dit_graphs.tree import tensor_leaves
 
 RECORDED = GraphConfig(backend="recorded", components=("text_encoder",))
 
@@ -79,6 +81,36 @@ def test_padding_to_a_ladder_deviates_by_rounding_and_says_so(caplog):
     assert runner.stats.captures == 1 and runner.stats.replays >= 3
     assert 0 <= runner.report()["deviation"]["24"] < 1e-5
     assert len([r for r in caplog.records if "padded to 24" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "t5"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"return_dict": False, "output_hidden_states": True},
+        {"output_attentions": True, "output_hidden_states": True},
+        {"output_hidden_states": 1},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_padding_would_spoil_is_not_padded(name, asked):
+    """A tuple whose parts have no names, attentions, hidden states chosen by number."""
+    model = tiny_llms.build(name)
+    model.set_attn_implementation("eager")
+    batch = tiny_llms.prompts([21, 9])
+
+    def tensors():
+        output = outputs(model, batch, **asked)
+        named = dict(output) if not isinstance(output, tuple) else dict(enumerate(output))
+        if "output_attentions" in asked:
+            named.pop("logits", None)  # the last token's
+        return tensor_leaves([v for v in named.values() if not isinstance(v, tf.Cache)])
+
+    expected = tensors()
+    wrapped(model, GraphConfig(backend="recorded", prompt_buckets=PROMPT_LADDER))
+    for _ in range(4):
+        found = tensors()
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def test_a_prompt_above_the_largest_bucket_is_eager_and_named():
