@@ -159,8 +159,3 @@ class SlotCache:
         rows = self._slots[: positions.shape[0]]
         for tensor in (*self._keys, *self._values):
             tensor[rows, :, positions] = float("nan")
-
-    def clear(self) -> None:
-        """Every slot is empty again, in place."""
-        for tensor in (*self._keys, *self._values):
-            tensor.zero_()

@@ -17,7 +17,7 @@ from .prefill import StepStore
 from .sampling import Sampling
 from .state import DecodeState
 
-__all__ = ["choice_pass", "describe_sampling", "model_pass"]
+__all__ = ["choice_pass", "model_pass"]
 
 
 def model_pass(
@@ -60,7 +60,7 @@ def choice_pass(
 ) -> Pass:
     """Chooses the next token of the first `rows` rows from the logits buffer."""
     return Pass(
-        name=f"choice of {rows} tokens, {describe_sampling(sampling)}",
+        name=f"choice of {rows} tokens, {_in_words(sampling)}",
         path=("choice", sampling),
         key=("choice", rows, sampling, key),
         run=lambda: state.advance(rows, sampling),
@@ -86,7 +86,7 @@ def _resting(state: DecodeState, device: DeviceState) -> Iterator[None]:
         device.set_random_state(random)
 
 
-def describe_sampling(sampling: Sampling) -> str:
+def _in_words(sampling: Sampling) -> str:
     """`greedy` or `temperature 0.7, top_p 0.9`."""
     words = ["greedy"]
     if sampling.do_sample:

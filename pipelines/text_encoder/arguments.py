@@ -66,7 +66,7 @@ class Asked:
 
 
 def refused_before(arguments: Mapping[str, object], config: object) -> str | None:
-    """The argument that picks another way of decoding than one token after the other, or None."""
+    """The argument that asks for more than one token after the other in our slots, or None."""
     for name in _PARTNERS:
         value = arguments.get(name)
         if value is not None and value is not False:  # never `==`: a tensor compares element-wise

@@ -6,12 +6,12 @@ none, transformers looks for packed sequences in the positions, which reads the 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-__all__ = ["PassingCache", "SlotView", "Slots"]
+from dit_graphs.llm.model import KeyValueStore
+
+__all__ = ["PassingCache", "SlotView"]
 
 
 class PassingCache(Cache):  # type: ignore[misc]
@@ -38,21 +38,13 @@ class PassingCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
 
-class Slots(Protocol):
-    """The slot cache as a model's pass uses it."""
-
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes [B, heads, tokens, dim] at this pass's positions; returns what to attend over."""
-        ...
-
-
 class SlotView(Cache):  # type: ignore[misc]
     """One pass over the slots: writes its keys and values there and attends over what `slots` says.
 
     It reports itself empty, so that a prefill builds the masks of a first pass.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: KeyValueStore) -> None:
         super().__init__(layers=[])
         self.slots = slots
 
