@@ -7,6 +7,7 @@ penalty that no pipeline mentions), so what counts are the processors and criter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -147,7 +148,7 @@ def _stops(criteria: Iterable[object]) -> tuple[int, tuple[int, ...]]:
     eos: list[int] = []
     for criterion in criteria:
         if type(criterion) is stopping_criteria.MaxLengthCriteria:
-            limit = int(cast(Any, criterion).max_length)
+            limit = math.ceil(cast(Any, criterion).max_length)  # which may be a fraction
         elif type(criterion) is stopping_criteria.EosTokenCriteria:
             ids: Tensor = cast(Any, criterion).eos_token_id
             eos += ids.flatten().tolist()  # sync: once per call

@@ -51,8 +51,10 @@ def rewrite_prompt(
     """`text` as the pipeline's language model describes it in full; the same for the same seed.
 
     `temperature` 0 writes the likeliest words. Returns `text` where the model answers nothing.
-    Raises `ConfigError` for a pipeline without a language model.
+    Raises `ConfigError` for a pipeline without a language model, and for a list of prompts.
     """
+    if not isinstance(text, str):  # a chat template would quote it
+        raise ConfigError(f"text: expected one prompt, got {type(text).__name__}")
     writer = _writer_of(pipe)
     device = next(writer.module.parameters()).device
     inputs = _read(writer.tokenizer, text)

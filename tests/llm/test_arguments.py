@@ -192,6 +192,7 @@ def test_a_cache_that_is_given_is_filled_by_transformers(recorded, qwen3, filled
         {"temperature": 0.6, "do_sample": True},
         {"repetition_penalty": 1.4},
         {"max_length": 14, "max_new_tokens": None},
+        {"max_new_tokens": 6.5},
         {"eos_token_id": [4, 7], "pad_token_id": 0},
         {"generation_config": tf.GenerationConfig(max_new_tokens=7, eos_token_id=[1, 2])},
     ],

@@ -139,6 +139,12 @@ def test_a_pipeline_without_a_language_model_says_so():
         )
 
 
+@pytest.mark.parametrize("text", [["a cat", "a dog"], None])
+def test_what_is_no_prompt_is_not_rewritten(text):
+    with pytest.raises(ConfigError, match=f"expected one prompt, got {type(text).__name__}"):
+        dit_graphs.rewrite_prompt(bundled_like(), text)
+
+
 def test_offloaded_text_encoders_write_as_transformers_does():
     pipe = bundled_like()
     expected = dit_graphs.rewrite_prompt(pipe, "a cat", 8)
