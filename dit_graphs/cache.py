@@ -274,9 +274,11 @@ class GraphCache:
                 entry.attempts = entry.drops = 0
 
     def rekey(self, entry: Entry, signature: Signature) -> None:
-        """The entry is found under `signature` from now on, unless that one is known already."""
-        if signature not in self.entries:
-            del self.entries[entry.signature]
+        """The entry is found under `signature` from now on, unless that one is known already.
+
+        An entry that another thread has let go of stays gone.
+        """
+        if signature not in self.entries and self.entries.pop(entry.signature, None) is entry:
             entry.signature = signature
             self.entries[signature] = entry
 

@@ -208,13 +208,14 @@ class PassRunner:
         raise CaptureAborted(Reason.HOST_READ, "the step keeps reading device values on the host")
 
     def _captured(self, held: _Held) -> None:
-        entry = held.entry
-        assert entry.recording is not None
+        entry, recording = held.entry, held.entry.recording
+        if recording is None:  # another thread closed the runner just now
+            return
         self.stats.captures += 1
         self.state.holders.add(self)  # a closed runner that is used again holds graphs again
         log.info(
             "%s: captured %s: %s, %.0f ms, %.1f MiB", self.component, held.used.name,
-            entry.backend, entry.capture_ms, entry.recording.nbytes / 2**20,
+            entry.backend, entry.capture_ms, recording.nbytes / 2**20,
         )  # fmt: skip
         if self.config.verify is False:
             entry.state = State.READY

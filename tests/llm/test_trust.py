@@ -13,7 +13,7 @@ import torch
 import dit_graphs
 from dit_graphs import ConfigError, FallbackError, GraphConfig, GraphError, Reason
 from dit_graphs.backends.recorded import RecordedRecording
-from dit_graphs.llm import DecodeRunner, Prompt, Sampling, SlotCache
+from dit_graphs.llm import DecodeRunner, Prompt, Sampling, SlotCache, passes
 from dit_graphs.llm.kv import LayerLayout
 from dit_graphs.pipelines.text_encoder.causal_lm import CausalLM
 from dit_graphs.pipelines.text_encoder.generate import TextGenerator
@@ -257,3 +257,37 @@ def test_graphs_that_go_while_a_step_waits_for_its_turn_are_not_replayed(recorde
             assert not done.done()
             state.retire()
         assert torch.equal(done.result(timeout=60), expected)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_runner_that_is_closed_while_it_reads_a_prompt_writes_the_text(recorded, call):
+    """As another thread's `restore` does: in the plain pass, and in the compare."""
+    model = tiny_llms.build("qwen3")
+    batch = tiny_llms.prompts([9, 4])
+    expected = model.generate(**batch, max_new_tokens=5, do_sample=False)
+    generator, reads, original = recorded(model), [], model._prefill
+
+    def read(*args, **kwargs):
+        reads.append(1)
+        if len(reads) == call:
+            generator.close()
+        return original(*args, **kwargs)
+
+    model.__dict__["_prefill"] = read
+    for _ in range(4):
+        assert torch.equal(generator(**batch, max_new_tokens=5, do_sample=False), expected)
+    assert len(reads) >= call
+
+
+def test_a_runner_that_is_closed_between_capture_and_use_writes_on(recorded, qwen3, monkeypatch):
+    generator, kept = recorded(qwen3), passes.keep_budget
+
+    def keep(*args):
+        kept(*args)
+        generator.runner.close()
+
+    monkeypatch.setattr(passes, "keep_budget", keep)
+    assert torch.equal(*both(generator, qwen3))
+    monkeypatch.undo()
+    assert torch.equal(*both(generator, qwen3))
+    assert generator.runner.stats.replays > 0
