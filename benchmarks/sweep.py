@@ -51,7 +51,7 @@ from benchmarks import (
 )
 from benchmarks.sweep_cases import Case, Skipped, Tree
 
-__all__ = ["CASES", "SKIPPED", "Options", "measure"]
+__all__ = ["CASES", "SKIPPED", "Options", "Side", "measure", "not_worth_comparing"]
 
 SCRIPT = "benchmarks/sweep.py"
 # Plain, observed (up to four times, where breaks are found), compared, replayed: eight calls.
@@ -74,7 +74,7 @@ class Options:
     backend: str
 
 
-class _Side:
+class Side:
     """One of the two models, with the method under test and a generator of its own."""
 
     def __init__(self, case: Case, device: str) -> None:
@@ -145,9 +145,9 @@ def variants(case: Case) -> list[tuple[str, int, int]]:
 def measure(case: Case, options: Options) -> Tree:
     """One row. `outcome` is full, breakable or eager; `problems` is empty when all was equal."""
     started = time.perf_counter()
-    plain, wrapped = _Side(case, options.device), _Side(case, options.device)
+    plain, wrapped = Side(case, options.device), Side(case, options.device)
     row: Tree = {"key": case.key, "kind": case.kind, "class": case.name, "method": case.method}
-    problems = _not_worth_comparing(case, plain)
+    problems = not_worth_comparing(case, plain)
     config = {"method": case.method, "backend": options.backend}
     dit_graphs.wrap(wrapped.module, **config)  # type: ignore[arg-type]
     try:
@@ -166,7 +166,8 @@ def measure_key(key: str, *, options: Options) -> Tree:
     return measure(CASES[key], options)
 
 
-def _not_worth_comparing(case: Case, plain: _Side) -> list[str]:
+def not_worth_comparing(case: Case, plain: Side) -> list[str]:
+    """Why equal outputs of this model would prove nothing; empty where they would."""
     arguments, changed = plain.arguments(0, 1, 1), plain.arguments(1, 1, 1)
     state = plain.generator.get_state()
 
@@ -194,7 +195,7 @@ def _own(value: object) -> object:
     return tree_map(lambda leaf: leaf, value)
 
 
-def _serve(plain: _Side, wrapped: _Side, name: str, batch: int, width: int) -> list[str]:
+def _serve(plain: Side, wrapped: Side, name: str, batch: int, width: int) -> list[str]:
     """Steps of a loop; sequential guidance makes two calls and then uses both results."""
     problems = []
     for step in range(NUM_STEPS[name]):
