@@ -233,8 +233,9 @@ class DecodeRunner:
     def _reserve(self, rows: int, tokens: int, table_shape: tuple[int, int]) -> None:
         """There are `rows` slots of `tokens`; larger ones are kept, others are made anew."""
         cache, held = self.slots(), self.rows
-        slots = rows if rows <= cache.slots or not cache.slots else max(rows, 2 * cache.slots)
-        slots = max(min(slots, self.max_rows(tokens)), rows, cache.slots)
+        slots = max(rows, cache.slots)
+        if rows > cache.slots > 0:
+            slots = max(rows, min(2 * cache.slots, self.max_rows(tokens)))
         length = max(slot_length(tokens, cache.length), cache.length)
         shape = (table_shape[0], -(-table_shape[1] // _TABLE_STEP) * _TABLE_STEP)
         fits = held is not None and held.has_table_for(*shape)
