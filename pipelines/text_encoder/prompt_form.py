@@ -72,7 +72,7 @@ class PromptForm:
         kinds = given.pop("token_type_ids", None) if _builds_masks(self.module) else None
         other = sorted(set(given) - _PLAIN - {self.model.cache_name})
         if other:
-            return Reason.UNSUPPORTED_ARGUMENT, ", ".join(other)
+            return Reason.GENERATE_ARGUMENT, ", ".join(other)
         limit = (self.config.max_size or {}).get("prefill")
         if limit is not None and prompt.ids.shape[1] > limit:
             detail = f"{prompt.ids.shape[1]} tokens, max_size['prefill'] is {limit}"

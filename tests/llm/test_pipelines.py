@@ -25,10 +25,14 @@ def test_pipelines_that_write_do_so_from_graphs(name):
     expected = writer.write(writer.pipe)
     dit_graphs.accelerate(writer.pipe, **TEXT_ONLY)
     assert writer.write(writer.pipe) == expected
-    decode = dit_graphs.stats(writer.pipe)["components"]["decode"]
+    components = dit_graphs.stats(writer.pipe)["components"]
+    decode = components["decode"]
     rows = 2 if name in ("flux2", "longcat") else 1
     assert decode["replays"] >= decode["new_tokens"] // rows - 2 > 8
     assert set(decode["fallbacks"]) == {"warming_up"}
+    with_pictures = name in ("glm-image", "layered")
+    reading = "generate_argument" if with_pictures else "warming_up"
+    assert set(components["prefill"]["fallbacks"]) == {reading}
     assert "decode:" in dit_graphs.explain(writer.pipe)
     dit_graphs.restore(writer.pipe)
     assert writer.write(writer.pipe) == expected
