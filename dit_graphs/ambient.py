@@ -14,6 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._device import DeviceContext
 
 from .errors import Reason
+from .tree import Identity
 
 __all__ = ["ambient_state", "foreign_mode"]
 
@@ -64,6 +65,7 @@ def ambient_state(device: torch.device) -> Hashable:
         core._get_mkldnn_enabled(),
         torch.get_default_dtype(),
         _default_device(),
+        Identity(torch.nn.functional.scaled_dot_product_attention),  # exchanged by name, as a rule
     )
 
 

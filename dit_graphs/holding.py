@@ -223,11 +223,11 @@ class GraphHolding:
             log.info("%s: %s", self.stats.component, worth)
 
     def _check_module(self, request: Request | None) -> None:
-        """Once per request (or call): the weights, hooks and Python state are as captured."""
-        number = request.number if request is not None else None
-        if self._watch.is_current(number):
+        """Once per request (or call, or change): weights, hooks, Python state are as captured."""
+        if self._watch.is_current(request):
             return
-        change = self._watch.refresh(number)
+        change = self._watch.refresh(request.number if request is not None else None)
+        self._watch.keep_glance(request)
         source = signature_source(self.module, self.eager)
         if source != self._form_source:  # somebody patched `forward`
             self._form_source = source

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import unwrap
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +18,26 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .tree import Identity, UnknownLeaf, freeze
 
-__all__ = ["ModuleState", "derived_names", "is_ours", "sweep", "weight_keys"]
+__all__ = [
+    "LEAF_LIMIT",
+    "OBJECT_DEPTH",
+    "ModuleState",
+    "callable_only",
+    "derived_names",
+    "is_ours",
+    "sweep",
+    "tensor_key",
+    "weight_keys",
+]
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
+_EVERYBODYS = (nn.Module, object)
+_FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
+_CALLS = ("forward", "__call__")
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-_LEAF_LIMIT = 512
+LEAF_LIMIT = 512
 _SIMPLE = frozenset({bool, int, str, type(None)})
-_OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
+OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +112,7 @@ class _Sweep:
         self.seen: set[int] = set()
         # by identity, which holds while the value is kept here
         self.frozen: dict[int, tuple[object, tuple[Hashable, list[Tensor]] | None]] = {}
+        self.classes: dict[type, None] = {}
 
     def visit(self, path: str, module: nn.Module) -> None:
         attributes = module.__dict__
@@ -106,6 +122,7 @@ class _Sweep:
         # of a module without weights only its identity tells Tanh from Sigmoid
         bare = not (attributes["_parameters"] or attributes["_buffers"] or attributes["_modules"])
         self.note(f"{path}.type", Identity(module if bare else type(module)))
+        self.classes[type(module)] = None
         for tensor in _own_weights(module):
             self.weights.append(tensor_key(tensor))
             self.devices.add(tensor.device)
@@ -153,7 +170,7 @@ class _Sweep:
         if known is None:
             found: list[Tensor] = []
             try:
-                known = value, (freeze(value, found, limit=_LEAF_LIMIT), found)
+                known = value, (freeze(value, found, limit=LEAF_LIMIT), found)
             except UnknownLeaf:
                 known = value, None
             self.frozen[id(value)] = known
@@ -161,27 +178,28 @@ class _Sweep:
 
     def opaque(self, name: str, value: object, depth: int) -> None:
         """An object with identity, whose own plain state counts too."""
-        if isinstance(value, (list, tuple)) and len(value) <= _LEAF_LIMIT and depth < _OBJECT_DEPTH:
+        if isinstance(value, (list, tuple)) and len(value) <= LEAF_LIMIT and depth < OBJECT_DEPTH:
             for index, item in enumerate(value):
                 self.attribute(f"{name}[{index}]", item, depth + 1)
             return
-        if isinstance(value, dict) and len(value) <= _LEAF_LIMIT and depth < _OBJECT_DEPTH:
+        if isinstance(value, dict) and len(value) <= LEAF_LIMIT and depth < OBJECT_DEPTH:
             for key, item in list(value.items()):
                 self.attribute(f"{name}[{key!r}]", item, depth + 1)
             return
-        if isinstance(value, (set, frozenset)) and len(value) <= _LEAF_LIMIT:
+        if isinstance(value, (set, frozenset)) and len(value) <= LEAF_LIMIT:
             self.note(name, tuple(sorted(map(repr, value))))
             return
         self.note(name, Identity(value))
         own = getattr(value, "__dict__", None)
         if (
-            depth >= _OBJECT_DEPTH
+            depth >= OBJECT_DEPTH
             or not isinstance(own, dict)
             or id(value) in self.seen
             or callable_only(value)
         ):
             return
         self.seen.add(id(value))
+        self.classes[type(value)] = None
         for key, item in list(own.items()):
             self.attribute(f"{name}.{key}", item, depth + 1)
 
@@ -197,6 +215,29 @@ def _plain_kind(value: object) -> type | None:
                 return None
         return _Ints
     return None
+
+
+def _of_class(kind: type) -> Iterator[Hashable]:
+    """What all objects of the class share: its functions, those its calls find beside it by name,
+    and plain values. Somebody may put another one in the place of each.
+    """
+    for parent in kind.__mro__:
+        if parent in _EVERYBODYS:
+            continue
+        for name, value in vars(parent).items():
+            if isinstance(value, _FUNCTIONS):
+                yield value
+                if name in _CALLS:
+                    yield from _named_in(value)
+            elif type(value) in _SIMPLE or type(value) is float:
+                yield type(value), value
+
+
+def _named_in(function: object) -> Iterator[FunctionType]:
+    plain = unwrap(function) if isinstance(function, FunctionType) else None
+    if isinstance(plain, FunctionType):
+        found = map(plain.__globals__.get, plain.__code__.co_names)
+        yield from (value for value in found if isinstance(value, FunctionType))
 
 
 class _Ints:
@@ -218,6 +259,10 @@ def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleSt
     state = _Sweep(volatile)
     for path, child in module.named_modules():
         state.visit(path, child)
+    for kind in state.classes:
+        name = f"class {kind.__module__}.{kind.__qualname__}"
+        if name not in volatile:
+            state.note(name, tuple(_of_class(kind)))
     return ModuleState(
         weights=tuple(state.weights),
         caches=tuple((tensor_key(t), _host_version(t, state.devices)) for t in state.caches),

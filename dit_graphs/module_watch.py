@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from .errors import Reason
+from .glance import Glance, hooks_ever
 from .module_state import ModuleState, sweep, weight_keys
+from .request_scope import Request
 
 __all__ = ["Change", "ModuleWatch"]
 
@@ -24,7 +26,7 @@ _TIRED = 3  # an attribute the forward changed this often is no longer part of t
 
 
 class ModuleWatch:
-    """Sweeps a module tree once per request and numbers its Python states."""
+    """Sweeps a module tree once per request, or once it changes, and numbers its Python states."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -39,6 +41,8 @@ class ModuleWatch:
         self._changes: Counter[str] = Counter()
         self._moved = 0
         self._pending: Change | None = None
+        self._hooks_ever = 0
+        self._glance: Glance | None = None
 
     @property
     def device(self) -> torch.device | None:
@@ -46,9 +50,13 @@ class ModuleWatch:
         devices = self._base.devices if self._base is not None else frozenset()
         return next(iter(devices)) if len(devices) == 1 else None
 
-    def is_current(self, number: int | None) -> bool:
-        """Whether this request was checked and nothing said it changed since."""
-        current = number is not None and number in self._checked and self.refusal is None
+    def is_current(self, request: Request | None) -> bool:
+        """Whether this request was checked and nothing said, or shows, that it changed since."""
+        if request is None or request.number not in self._checked or self.refusal is not None:
+            return False
+        current = self._hooks_ever == hooks_ever()
+        if current and request.is_watched:
+            current = self._glance is not None and self._glance.is_same()
         if current:
             self._is_fresh = False
         return current
@@ -56,6 +64,15 @@ class ModuleWatch:
     def forget(self) -> None:
         """The next call sweeps again, whatever its request."""
         self._checked.clear()
+
+    def keep_glance(self, request: Request | None) -> None:
+        """A watched request is current as long as the module holds what it holds now."""
+        if request is not None and request.is_watched:
+            self._glance = Glance(self.module)
+            request.at_end(self, self._forget_glance)  # it keeps alive what the module held
+
+    def _forget_glance(self) -> None:
+        self._glance = None
 
     def has_moved(self) -> bool:
         """Whether weights lie elsewhere than at the last sweep; nothing is remembered of it."""
@@ -68,6 +85,7 @@ class ModuleWatch:
 
     def refresh(self, number: int | None) -> Change | None:
         """Sweeps; says whether weights moved or only cached tensors and plain state did."""
+        self._hooks_ever = hooks_ever()
         now = sweep(self.module, self._volatile)
         change = _worse(self._pending, self._change(now))
         self._base, self._pending = now, None

@@ -27,8 +27,9 @@ _current: ContextVar[Request | None] = ContextVar("dit_graphs_request", default=
 class Request:
     """One generation: `number` names it, `total_steps` is how many steps it will take, if known.
 
-    What was checked once (weights, hooks) stays checked until the request ends. `outer` is the
-    request it was opened in.
+    What was checked once (weights, hooks) stays checked until the request ends; `is_watched`, until
+    it changes, because code of the user's runs between the calls. `outer` is the request it was
+    opened in.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class Request:
         "_thread",
         "calls",
         "is_over",
+        "is_watched",
         "number",
         "outer",
         "total_steps",
@@ -48,12 +50,14 @@ class Request:
         *,
         frame: FrameType | None = None,
         outer: Request | None = None,
+        is_watched: bool = False,
     ) -> None:
         self.number = next(_numbers)
         self.total_steps = total_steps
         self.calls: dict[object, int] = {}
         self.outer = outer
         self.is_over = False
+        self.is_watched = is_watched
         # not the frame itself, which would keep every local variable of the caller alive
         self._frame = id(frame) if frame is not None else None
         self._thread = threading.get_ident()
@@ -112,7 +116,9 @@ def current_request() -> Request | None:
     return running
 
 
-def begin_request(total_steps: int | None = None, frame: FrameType | None = None) -> Request:
+def begin_request(
+    total_steps: int | None = None, frame: FrameType | None = None, *, is_watched: bool = False
+) -> Request:
     """Starts a request that lasts until `end_request`, the next one or the return of `frame`.
 
     Opened by another frame than the current request was, it lies inside that one.
@@ -121,7 +127,7 @@ def begin_request(total_steps: int | None = None, frame: FrameType | None = None
     if outer is not None and (frame is None or outer.is_opened_by(frame)):
         end_request(outer)
         outer = outer.outer
-    started = Request(total_steps, frame=frame, outer=outer)
+    started = Request(total_steps, frame=frame, outer=outer, is_watched=is_watched)
     _current.set(started)
     return started
 

@@ -30,7 +30,7 @@ from .components import Component, components_of, describe_denoiser, parts_of
 from .families import family_of
 from .families.buckets import buckets_of
 from .installed import InstalledPart, InstalledRunner, wrap_part
-from .loops import bar_owners, opening_frame
+from .loops import bar_owners, opening_frame, runs_foreign_code
 from .mutators import PIPELINE_MUTATORS, Overheard, guider_mutators, listen
 from .step_caches import StepCache
 
@@ -194,7 +194,10 @@ class Acceleration:
     def begin(self, total_steps: int | None) -> Request:
         """A request starts: the wrapped parts are the pipeline's present ones, and still ours."""
         self.follow_pipeline()
-        request = begin_request(total_steps, opening_frame(self.target))
+        frame = opening_frame(self.target)
+        request = begin_request(
+            total_steps, frame, is_watched=runs_foreign_code(self.target, frame)
+        )
         marks = {label: (runner, runner.stats.mark()) for label, runner in self.runners.items()}
         request.at_end(self, partial(_tell, marks))
         return request

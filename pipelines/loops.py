@@ -9,9 +9,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 
-__all__ = ["bar_owners", "opening_frame"]
+__all__ = ["bar_owners", "opening_frame", "runs_foreign_code"]
+
+_CALLBACKS = ("callback_on_step_end", "callback")
 
 
 def bar_owners(target: object) -> Iterator[object]:
@@ -39,8 +41,7 @@ def _may_loop(part: object) -> bool:
 
 def opening_frame(target: object) -> FrameType:
     """The pipeline call that is running here; where none is, whoever called us."""
-    call = inspect.unwrap(type(target).__call__) if callable(target) else None
-    code = getattr(call, "__code__", None)
+    code = _code_of_call(target)
     outside: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -50,6 +51,29 @@ def opening_frame(target: object) -> FrameType:
             outside = frame
         frame = frame.f_back
     return outside if outside is not None else sys._getframe(1)
+
+
+def runs_foreign_code(target: object, frame: FrameType) -> bool:
+    """Whether others' code runs between the steps: a callback, or a loop that is not `target`'s.
+
+    `frame`: where `target` was called. Asked below it; a class of the user's may hand the callback
+    on to the pipeline's own `__call__`.
+    """
+    if frame.f_code is not _code_of_call(target):
+        return True
+    running: FrameType | None = sys._getframe(1)
+    while running is not None:
+        given = running.f_locals
+        if any(given.get(name) is not None for name in _CALLBACKS):
+            return True
+        running = running.f_back if running is not frame else None
+    return False
+
+
+def _code_of_call(target: object) -> CodeType | None:
+    call = inspect.unwrap(type(target).__call__) if callable(target) else None
+    code = getattr(call, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def _is_of_this_package(frame: FrameType) -> bool:

@@ -144,6 +144,19 @@ def test_b45_a_pre_hook_added_after_the_capture_runs(where: Where) -> None:
     assert torch.equal(module(x), module.linear.forward(x).sin())
 
 
+def test_b45_a_hook_added_in_the_middle_of_a_request_runs_from_then_on(where: Where) -> None:
+    """In a loop of one's own nobody says that a step has ended; torch counts hooks, though."""
+    module = Inner(lambda h: h.sin()).to(where.device)
+    dit_graphs.wrap(module, backend=where.backend)
+    seen: list[int] = []
+    with dit_graphs.request(total_steps=10):
+        for index in range(10):
+            if index == 6:
+                module.linear.register_forward_hook(lambda *given: seen.append(1))
+            module(where.randn(3, 8, seed=index))
+    assert len(seen) == 4
+
+
 def test_a_global_hook_runs_on_every_call(where: Where) -> None:
     """torch keeps hooks for all modules in one global table, on no module's own list."""
     twin = Twin(Inner(lambda h: h.sin()), where)
