@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from .backends.base import Recording
 from .buffers import clone_layout
 from .errors import CaptureAborted, Reason
@@ -21,6 +23,7 @@ from .signature import Signature
 from .static_inputs import StaticInputs
 from .tree import map_tensors
 from .watch import BreakPolicy
+from .worth import Worth
 
 __all__ = ["Entry", "GraphCache", "State", "StructurePlan"]
 
@@ -127,6 +130,13 @@ class Entry:
                 self.state = State.SEEN
             raise CaptureAborted(Reason.STATE_CHANGED, "its graph was released meanwhile")
         return self.recording, self.inputs
+
+    def worth(self, device: torch.device) -> Worth | None:
+        """What its graph is worth; None where no graph ran on a GPU or nobody measured."""
+        is_graph = device.type == "cuda" and self.backend != "debug"
+        if not is_graph or self.eager_ms is None or self.replay_ms is None:
+            return None
+        return Worth(self.eager_ms, self.replay_ms, self.nbytes)
 
     def hand_out(self) -> object:
         """The recording's output, cloned in the caller's mode."""

@@ -30,7 +30,7 @@ from .request_scope import Request, current_request
 from .signature import CallForm, Signature
 from .tree import typed
 from .watch import load_modes
-from .worth import MOSTLY_EAGER, Worth, expected_speedup
+from .worth import MOSTLY_EAGER, expected_speedup
 
 __all__ = ["GraphHolding"]
 
@@ -204,16 +204,9 @@ class GraphHolding:
             share if recording.captured_fraction < MOSTLY_EAGER else "",
         )  # fmt: skip
 
-    def _worth(self, entry: Entry) -> Worth | None:
-        """What the entry's graph is worth; None where no graph ran on a GPU or nobody measured."""
-        is_graph = self.state.device.type == "cuda" and entry.backend != "debug"
-        if not is_graph or entry.eager_ms is None or entry.replay_ms is None:
-            return None
-        return Worth(entry.eager_ms, entry.replay_ms, entry.nbytes)
-
     def _keep_if_worth_it(self, entry: Entry) -> None:
         """A graph that was equal stays, unless it saves nothing; the first one is spoken of."""
-        worth = self._worth(entry)
+        worth = entry.worth(self.device)
         if self._capturer.is_worthless(entry):
             detail = f"{worth}, not kept"
             self._reject(entry, Reason.COMPUTE_BOUND, detail)
@@ -225,19 +218,13 @@ class GraphHolding:
     def _check_module(self, request: Request | None) -> None:
         """Once per request (or call, or change): weights, hooks, Python state are as captured."""
         if self._watch.is_current(request):
-            return
+            return self._raise_refusal()
         change = self._watch.refresh(request.number if request is not None else None)
         self._watch.keep_glance(request)
         source = signature_source(self.module, self.eager)
         if source != self._form_source:  # somebody patched `forward`
             self._form_source = source
             self._form = CallForm(source, self.options.ignore)
-        here = self._watch.device
-        if here is not None and here != self.device:
-            self._leave_device()
-            self._settle_on(here)
-            if self.backend == "none":
-                raise CaptureAborted(Reason.NO_CUDA, str(here))
         if change == "weights":
             self.cache.unblock_all()
             if self.cache.held():
@@ -245,9 +232,21 @@ class GraphHolding:
         elif change == "caches":
             for entry in self.cache.held():
                 entry.state = State.CAPTURED  # compared once more before it serves again
-        refusal = self._watch.refusal = self._watch.refusal or self._guarded()
-        if refusal is not None:
-            raise CaptureAborted(*refusal)
+        # offload first: then the device of the weights is one of the moment
+        self._watch.refusal = self._watch.refusal or self._guarded() or self._follow_weights()
+        self._raise_refusal()
+
+    def _raise_refusal(self) -> None:
+        if self._watch.refusal is not None:
+            raise CaptureAborted(*self._watch.refusal)
+
+    def _follow_weights(self) -> tuple[Reason, str] | None:
+        """The runner serves where the weights lie now; the reason if no graph is possible there."""
+        here = self._watch.device
+        if here is not None and here != self.device:
+            self._leave_device()
+            self._settle_on(here)
+        return (Reason.NO_CUDA, str(here)) if self.backend == "none" else None
 
     def _make_room(self, entry: Entry) -> bool:
         if not entry.is_held and not self.cache.make_room(entry):
@@ -339,7 +338,7 @@ class GraphHolding:
             "expected_speedup": expected_speedup(
                 (worth, entry.uses)
                 for entry in self.cache.held()
-                if (worth := self._worth(entry)) is not None
+                if (worth := entry.worth(self.device)) is not None
             ),
             "graphs": [record for entry in self.cache.held() for record in self._records(entry)],
         }
@@ -348,7 +347,7 @@ class GraphHolding:
         recording, inputs = entry.recording, entry.inputs
         if recording is None or inputs is None:
             return  # another thread let it go just now
-        worth = self._worth(entry)
+        worth = entry.worth(self.device)
         sites = entry.observation.breaks if entry.observation is not None else ()
         yield {
             "signature": self.describe(entry.signature),

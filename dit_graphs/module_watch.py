@@ -52,7 +52,7 @@ class ModuleWatch:
 
     def is_current(self, request: Request | None) -> bool:
         """Whether this request was checked and nothing said, or shows, that it changed since."""
-        if request is None or request.number not in self._checked or self.refusal is not None:
+        if request is None or request.number not in self._checked:
             return False
         current = self._hooks_ever == hooks_ever()
         if current and request.is_watched:

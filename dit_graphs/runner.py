@@ -98,10 +98,15 @@ class GraphRunner(GraphHolding):
         if self.backend == "none":
             here = device_of(self.module)
             if here == self.device:
-                return Reason.NO_CUDA
+                return self._reason_off_device()
             self._leave_device()
             self._settle_on(here)
         return foreign_mode(self.device)
+
+    def _reason_off_device(self) -> Reason:
+        found = self._guarded() if torch.cuda.is_available() else None
+        # weights that come by a hook are away for the moment only
+        return Reason.OFFLOAD if found and found[0] is Reason.OFFLOAD else Reason.NO_CUDA
 
     def _look_up(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Call, Entry]:
         """The call's entry, new or known. Raises `CaptureAborted` with the reason for eager."""

@@ -17,6 +17,9 @@ from accelerate.hooks import remove_hook_from_module
 from pair import Pair
 from torch import Tensor, nn
 
+from dit_graphs import holding
+from dit_graphs.wrapping import runner_of
+
 
 def test_b59_layerwise_casting_moves_the_weights_and_stays_eager() -> None:
     """Each forward casts the weights up into new memory and back: addresses mean nothing."""
@@ -81,6 +84,43 @@ def test_b27_weights_that_come_and_go_by_hooks(
     assert pair.replays >= 3
 
 
+def test_b27_sequential_offload_to_nowhere_is_called_offload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between calls the weights are on the meta device, where no graph is possible either.
+
+    The reason is the hook that took them there, whatever the backend says of that device.
+    """
+    resolve = holding.resolve_backend
+    monkeypatch.setattr(
+        holding,
+        "resolve_backend",
+        lambda name, device: "none" if device.type == "meta" else resolve(name, device),
+    )
+    pair = Pair("flux")
+    pair.latents()
+    pair.both(lambda pipe: cpu_offload(pipe.transformer, torch.device("cpu")))
+    assert pair.reasons_of(2) == {"offload": 8}
+    pair.both(lambda pipe: remove_hook_from_module(pipe.transformer, recurse=True))
+    assert pair.reasons_of(2) == {"warming_up": 2}
+
+
+def test_a_module_that_stays_eager_is_looked_at_once_per_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What forbids graphs forbids them for the request: each step is plain's and costs no sweep."""
+    pair = Pair("flux", prepare=lambda pipe: pipe.transformer.register_forward_hook(_nothing))
+    watch = runner_of(pair.fast.transformer)._watch
+    sweeps, refresh = [], watch.refresh
+    monkeypatch.setattr(watch, "refresh", lambda number: sweeps.append(number) or refresh(number))
+    assert pair.reasons_of(2, steps=6) == {"hooks": 12}
+    assert len(sweeps) == 2
+
+
+def _nothing(*given: object) -> None:
+    return None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["before accelerate", "under graphs"])
 @pytest.mark.parametrize("kind", ["model", "sequential", "group", "group on a stream"])
@@ -119,6 +159,8 @@ def test_b27_b30_offload_of_a_whole_pipeline(kind: str, when: str) -> None:
     parts = pair.components().items()
     offloaded = [part for name, part in parts if name == "denoiser" or not kind.startswith("group")]
     assert sum(part["replays"] for part in offloaded) == replays
+    if device == "cuda":
+        assert set(pair.component()["fallbacks"]) <= {"warming_up", "offload"}, "one reason"
 
 
 def test_freeu_is_part_of_the_key() -> None:
