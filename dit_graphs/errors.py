@@ -44,6 +44,7 @@ class Reason(str, Enum):
     NESTED_REPLAY = "nested_replay"
     VERIFY_MISMATCH = "verify_mismatch"
     EAGER_NONDETERMINISTIC = "eager_nondeterministic"
+    BREAK_NOT_ALLOWED = "break_not_allowed"
     BREAK_VALUE_CHANGED = "break_value_changed"
     BREAK_SHAPE_CHANGED = "break_shape_changed"
     BREAK_RAISED = "break_raised"
@@ -99,6 +100,10 @@ _SENTENCES: dict[Reason, str] = {
     Reason.NESTED_REPLAY: "a graph of this device is in use already, and the call came from inside",
     Reason.VERIFY_MISMATCH: "the replay's output differed from eager: the graph is never used",
     Reason.EAGER_NONDETERMINISTIC: "eager disagrees with itself, so a graph cannot be proven",
+    Reason.BREAK_NOT_ALLOWED: (
+        'a part of the forward runs eagerly, which backend="full" excludes; take "auto" or '
+        '"breakable"'
+    ),
     Reason.BREAK_VALUE_CHANGED: "an eager break returned another Python value than recorded",
     Reason.BREAK_SHAPE_CHANGED: "an eager break returned another shape than recorded",
     Reason.BREAK_RAISED: "an eager break raised during a replay",

@@ -67,7 +67,7 @@ class CudaBackend:
         if not isinstance(state, CudaState):
             raise CaptureAborted(Reason.NO_CUDA, str(state.device))
         if plan.breaks and self.name == "full":
-            raise CaptureAborted(Reason.CAPTURE_FAILED, 'backend="full" allows no break')
+            raise CaptureAborted(Reason.BREAK_NOT_ALLOWED, str(plan.breaks[0].site))
         pool = torch.cuda.graph_pool_handle() if plan.is_trial else state.pool
         session = _Session(plan, state, pool)
         before = state.pool_bytes() + state.driver_bytes()

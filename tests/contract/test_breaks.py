@@ -310,7 +310,7 @@ def test_full_refuses_breaks_with_a_reason(pooled: Where) -> None:
     _runs(twin)
     if pooled.backend == "full":
         assert twin.replays == 0
-        assert "no break" in twin.details["capture_failed"]
+        assert "function" in twin.details["break_not_allowed"]
     else:
         assert twin.replays == 4
 

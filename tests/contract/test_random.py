@@ -80,7 +80,7 @@ class Explicit(nn.Module):
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
-def test_an_explicit_generator_goes_on_as_eagers(graphing: Where, capture: str) -> None:
+def test_b60_an_explicit_generator_goes_on_as_eagers(graphing: Where, capture: str) -> None:
     module = Explicit()
     dit_graphs.wrap(module, backend=graphing.backend, capture=capture)
     mine = torch.Generator(graphing.device).manual_seed(3)

@@ -197,7 +197,7 @@ def _not_repaired(patch: pytest.MonkeyPatch) -> None:
 
 @variant(
     "explicit generator not repaired",
-    f"{CONTRACT}/test_random.py::test_an_explicit_generator_goes_on_as_eagers",
+    f"{CONTRACT}/test_random.py::test_b60_an_explicit_generator_goes_on_as_eagers",
 )
 def _generator_spent(patch: pytest.MonkeyPatch) -> None:
     undo = verify.Undo.__init__
