@@ -71,6 +71,9 @@ def _work(rank: int, world: int, folder: str) -> None:
             world_size=world,
             device_id=torch.device("cuda", rank),
         )
+        dist.all_reduce(torch.ones(1, device="cuda"))  # connects the ranks, which takes seconds
+        dist.barrier()
+        torch.cuda.synchronize()
         _one_round(module, plain, number, rank, world)
         dist.destroy_process_group()
     Path(folder, f"done-{rank}").touch()
