@@ -21,6 +21,7 @@ from .memory import Stopwatch
 from .observer import HostRead, Observation
 from .signature import Signature
 from .static_inputs import StaticInputs
+from .taken import Taken
 from .tree import map_tensors
 from .watch import BreakPolicy
 from .worth import Worth
@@ -91,6 +92,7 @@ class Entry:
     retry_after: int = 0
     observation: Observation | None = None
     inputs: StaticInputs | None = None
+    taken: tuple[Taken, ...] = ()  # what the forward takes out of the caller's containers
     recording: Recording[object] | None = None
     clock: Stopwatch | None = None
     host_ms: float = 0.0

@@ -138,6 +138,7 @@ class Capturer:
         observer = Observer(self.forward.module, self.state.device, policy, inputs.buffers)
         call = self.forward.on(inputs.buffers, args, kwargs)
         output, result = self._pass(observer, call, random, entry, policy)
+        entry.taken = call.taken
         observation = observer.observation()
         if observation.is_random:
             # ops that may draw are many (every SDPA); what did draw has moved a generator
@@ -155,7 +156,8 @@ class Capturer:
             entry.note_escape(escaped)
         elif not observation.host_reads or self.backend == "debug":
             entry.inputs, entry.observation = inputs, observation
-            entry.plan.is_simple = observation.is_simple
+            # a plain call would leave a capture right after it containers that are no longer whole
+            entry.plan.is_simple = observation.is_simple and not call.taken
         return result
 
     def _pass(
@@ -304,7 +306,7 @@ class Capturer:
             if escaped is not None:
                 recording.close()
                 raise CaptureAborted(Reason.STATE_ESCAPED, escaped)
-            inputs.rebind_always = observation.written_inputs
+            inputs.rebind_always, entry.taken = observation.written_inputs, call.taken
             entry.recording, entry.backend, entry.state = recording, name, State.CAPTURED
             entry.capture_ms = (time.perf_counter() - started) * 1e3
         # from here on other threads may let go of it with all other graphs

@@ -1,12 +1,12 @@
 """Owns `Forward`: the wrapped method as passes and captures call it, on buffers, out of any mode.
 
 Must never know graphs. The surprising fact: each call gets containers of its own, and gets them
-checked afterwards, because a forward may pop from what it is given and a replay would not.
+checked afterwards, because a forward may pop from what it is given and a replay must do so too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from .errors import CaptureAborted, Reason
 from .signature import registered_leaves
-from .tree import map_tensors, unchanged
+from .taken import Taken, entries_taken
+from .tree import map_tensors
 
-__all__ = ["Forward"]
+__all__ = ["Forward", "Run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +42,59 @@ class Forward:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             yield
 
-    def on(
-        self, buffers: list[Tensor], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Callable[[], object]:
+    def on(self, buffers: list[Tensor], args: tuple[object, ...], kwargs: dict[str, object]) -> Run:
         """The call with `buffers` in place of its tensors (those that are in the signature)."""
+        return Run(self, buffers, args, kwargs)
 
-        def rebuilt() -> tuple[list[object], dict[str, object]]:
-            following = iter(buffers)
 
-            def swap(value: object) -> object:
-                return map_tensors(
-                    value, lambda _: next(following), keep_unknown=True, opaque=registered_leaves()
-                )
+class Run:
+    """A call on buffers, to be made any number of times; `taken`: what the last one took out."""
 
-            swapped = [swap(value) for value in args]
-            return swapped, {
-                name: value if name in self.ignore else swap(value)
-                for name, value in kwargs.items()
-            }
+    def __init__(
+        self,
+        forward: Forward,
+        buffers: list[Tensor],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> None:
+        self.taken: tuple[Taken, ...] = ()
+        self._forward = forward
+        self._buffers = buffers
+        # as they are now: the caller's own lose what the forward takes out of them
+        self._args, self._kwargs = self._in_own_containers(args, kwargs, _same)
 
-        def call() -> object:
-            # fresh containers each time: a forward may pop from what it is given
-            swapped, named = rebuilt()
-            before = rebuilt()
-            result = self.eager(*swapped, **named)
-            if not unchanged(before, (swapped, named)):
-                raise CaptureAborted(Reason.PYTHON_STATE, "a container it was given was changed")
-            return result
+    def __call__(self) -> object:
+        """The result. Raises `CaptureAborted` where a container was changed otherwise."""
+        # fresh containers each time: a forward may pop from what it is given
+        given, named = self._on_buffers()
+        before = self._on_buffers()
+        result = self._forward.eager(*given, **named)
+        taken = entries_taken(before, (given, named))
+        if taken is None:
+            raise CaptureAborted(Reason.PYTHON_STATE, "a container it was given was changed")
+        self.taken = taken
+        return result
 
-        return call
+    def _on_buffers(self) -> tuple[list[object], dict[str, object]]:
+        following = iter(self._buffers)
+        return self._in_own_containers(self._args, self._kwargs, lambda _: next(following))
+
+    def _in_own_containers(
+        self,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        swap: Callable[[Tensor], Tensor],
+    ) -> tuple[list[object], dict[str, object]]:
+        opaque = registered_leaves()
+
+        def rebuilt(value: object) -> object:
+            return map_tensors(value, swap, keep_unknown=True, opaque=opaque)
+
+        ignored = self._forward.ignore
+        return [rebuilt(value) for value in args], {
+            name: value if name in ignored else rebuilt(value) for name, value in kwargs.items()
+        }
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

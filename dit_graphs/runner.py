@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from .holding import GraphHolding
 from .module_watch import ModuleWatch
 from .request_scope import current_request
 from .signature import CallForm, sign
+from .taken import on_own_containers, take
 from .tree import UnknownLeaf
 from .verify import Undo, Verdict, verify_call
 
@@ -203,19 +205,24 @@ class GraphRunner(GraphHolding):
         if refused is not None:
             return self._run_refused(entry, call, refused)
         self.stats.count_eager(Reason.WARMING_UP)
+        self._learn_from_pass(entry, call)
+        take(entry.taken, (call.positional, call.named))  # not before: a capture needs them whole
+        return result
+
+    def _learn_from_pass(self, entry: Entry, call: Call) -> None:
+        """After an observed pass: a graph where it left nothing open."""
         moved = self._adopt(entry)
         if moved is not None:
             entry.block_until_retry(*moved)
-            return result
+            return
         if entry.draws and not call.names_generators:
             self._draws_from_generators = True  # from now on each is an argument of its own
             entry.release()
-            return result
+            return
         if self._capturer.is_observed(entry):
             self._capture(entry, call)
             if self.config.capture == "first_use" and entry.state is State.CAPTURED:
                 self._prove_by_perturbing(entry, call)
-        return result
 
     def _run_refused(self, entry: Entry, call: Call, refusal: CaptureAborted) -> object:
         is_raised = refusal.reason is Reason.CAPTURE_FAILED
@@ -280,6 +287,7 @@ class GraphRunner(GraphHolding):
             self._watch.ran_eager = True  # the breaks' bodies may have filled caches
             if self.backend == "debug":
                 self._watch.adopt_changes()
+        take(entry.taken, (call.positional, call.named))
         entry.replays += 1
         self.stats.count_replay()
         return result
@@ -288,10 +296,12 @@ class GraphRunner(GraphHolding):
         self.stats.compares += 1
         self._watch.before_pass()
         verdict: Verdict | None = None
+        taken = entry.taken
+        eager: Callable[[], object] = partial(self.call_eager, *call.args, **call.kwargs)
+        if taken:
+            eager = on_own_containers(self.call_eager, call.args, call.kwargs)
         try:
-            verdict = verify_call(
-                self.state, entry, call.tensors, lambda: self.call_eager(*call.args, **call.kwargs)
-            )
+            verdict = verify_call(self.state, entry, call.tensors, eager)
         except BreakFailed as failure:
             return self._drop(entry, call, failure.reason, failure.detail)
         except CaptureAborted as refusal:
@@ -300,6 +310,7 @@ class GraphRunner(GraphHolding):
             pass  # tried again below, where the failed pass's frames are gone
         if verdict is None:
             return self._out_of_memory(entry, call)
+        take(taken, (call.positional, call.named))
         self._adopt(entry)
         reason = Reason.WARMING_UP
         if verdict.reason is not None:

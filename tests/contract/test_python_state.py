@@ -204,19 +204,69 @@ def test_a_one_slot_cache_does_not_free_what_another_graph_reads(where: Where) -
     assert twin.replays == 8
 
 
-@pytest.mark.parametrize("capture", CAPTURES)
-def test_a_caller_whose_dict_is_popped_sees_it_popped(where: Where, capture: str) -> None:
-    class Pops(nn.Module):
-        def forward(self, x: Tensor, options: dict[str, Tensor]) -> Tensor:
-            return x * options.pop("scale")
+class Pops(nn.Module):
+    """Takes entries out of what it is given, as the UNet of a T2I-Adapter does."""
 
+    def forward(self, x: Tensor, options: dict[str, object]) -> Tensor:
+        scales = options["scales"]
+        assert isinstance(scales, list)
+        scaled = x * options.pop("scale") + scales.pop(0) * 2
+        while len(scales) > 1:
+            scaled = scaled - scales.pop()
+        return scaled
+
+
+def _options(where: Where, seed: int, number: int) -> dict[str, object]:
+    scales = [where.randn(8, seed=10 * seed + index) for index in range(number)]
+    return {"scale": where.randn(8, seed=seed), "scales": scales, "other": where.randn(8)}
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_caller_whose_containers_are_popped_sees_it(where: Where, capture: str) -> None:
+    """On replays as well, and in each structure what that one loses."""
     twin = Twin(Pops(), where, capture=capture)
-    for index in range(6):
-        options = {"scale": where.randn(8, seed=index), "other": where.randn(8)}
-        twin(where.randn(3, 8, seed=index), options)
-        assert list(options) == ["other"]
-    assert twin.replays == 0
-    assert "python_state" in twin.fallbacks
+    for number in (3, 4, 2):
+        for index in range(5):
+            options = _options(where, index, number)
+            kept = options["scales"][1]
+            twin(where.randn(3, 8, seed=index), options)
+            assert list(options) == ["scales", "other"]
+            assert len(options["scales"]) == 1 and options["scales"][0] is kept
+    assert set(twin.fallbacks) == {"warming_up"}
+    assert twin.replays >= 6 and twin.graphs == 3
+
+
+def test_a_list_given_again_after_it_was_popped_is_another_call(where: Where) -> None:
+    class Last(nn.Module):
+        def forward(self, x: Tensor, more: list[Tensor]) -> Tensor:
+            return x + more.pop() if more else x * 2
+
+    twin = Twin(Last(), where)
+    for seed in range(6):
+        more = [where.randn(8, seed=seed)]
+        for _ in range(2):
+            twin(where.randn(3, 8, seed=seed), more)
+        assert more == []
+    assert twin.replays >= 3
+
+
+def test_a_popped_argument_of_a_graph_that_is_wrong_is_whole_for_eager(graphing: Where) -> None:
+    """The compare runs eager several times; each of them needs all entries."""
+
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor, more: list[Tensor]) -> Tensor:
+            type(self).calls += 1  # no attribute of the module: baked, and found by the compare
+            return x * type(self).calls + more.pop()
+
+    module, x = Counts(), graphing.randn(8)
+    dit_graphs.wrap(module, backend=graphing.backend)
+    with torch.no_grad():
+        for _ in range(4):
+            more = [x, x]
+            module(x, more)
+            assert len(more) == 1
 
 
 def test_a_caller_whose_list_is_extended_sees_it_extended(where: Where) -> None:

@@ -83,6 +83,26 @@ def _nothing_left(patch: pytest.MonkeyPatch) -> None:
 
 
 @variant(
+    "what a forward takes out of its arguments stays there on a replay",
+    f"{CONTRACT}/test_python_state.py::test_a_caller_whose_containers_are_popped_sees_it",
+)
+def _nothing_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("dit_graphs.runner.take", lambda taken, given: None)
+
+
+@variant(
+    "a compare runs eager again on arguments that were emptied",
+    f"{CONTRACT}/test_python_state.py::"
+    "test_a_popped_argument_of_a_graph_that_is_wrong_is_whole_for_eager",
+)
+def _emptied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        "dit_graphs.runner.on_own_containers",
+        lambda eager, args, kwargs: lambda: eager(*args, **kwargs),
+    )
+
+
+@variant(
     "address taken for identity",
     f"{FOOTGUNS}/test_identity.py::test_an_address_is_not_an_identity",
 )

@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import tiny_moving
 import torch
-from both import Both
+from both import Both, picture
 from torch import nn
 
 import dit_graphs
@@ -125,3 +125,16 @@ def test_diffusers_autoencoders_are_known_by_their_class(name: str, kind: str) -
     assert [(part.role, part.method) for part in components_of({name: module})][:1] == [
         ("vae", "decode")
     ]
+
+
+def test_a_list_of_features_that_the_unet_empties() -> None:
+    """T2I-Adapter: the UNet pops from the list it is given, and is served all the same."""
+    both = Both(tiny_moving.adapter)
+    options = {"prompt": "a heart", "num_inference_steps": 5}
+    found = []
+    for seed, width in ((0, 64), (1, 64), (0, 96), (0, 64)):
+        size = {"height": 64, "width": width}
+        found.append(both(**options, **size, image=picture(seed, 64, width)))
+    assert torch.equal(found[0], found[3])
+    assert not torch.equal(found[0], found[1])
+    both.check_served(10)
