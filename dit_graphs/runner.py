@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from .holding import GraphHolding
 from .module_watch import ModuleWatch
 from .request_scope import current_request
 from .signature import CallForm, sign
-from .taken import on_own_containers, take
+from .taken import repeatable, take
 from .tree import UnknownLeaf
 from .verify import Undo, Verdict, verify_call
 
@@ -214,12 +213,10 @@ class GraphRunner(GraphHolding):
         moved = self._adopt(entry)
         if moved is not None:
             entry.block_until_retry(*moved)
-            return
-        if entry.draws and not call.names_generators:
+        elif entry.draws and not call.names_generators:
             self._draws_from_generators = True  # from now on each is an argument of its own
             entry.release()
-            return
-        if self._capturer.is_observed(entry):
+        elif self._capturer.is_observed(entry):
             self._capture(entry, call)
             if self.config.capture == "first_use" and entry.state is State.CAPTURED:
                 self._prove_by_perturbing(entry, call)
@@ -297,9 +294,7 @@ class GraphRunner(GraphHolding):
         self._watch.before_pass()
         verdict: Verdict | None = None
         taken = entry.taken
-        eager: Callable[[], object] = partial(self.call_eager, *call.args, **call.kwargs)
-        if taken:
-            eager = on_own_containers(self.call_eager, call.args, call.kwargs)
+        eager = repeatable(self.call_eager, call.args, call.kwargs, taken)
         try:
             verdict = verify_call(self.state, entry, call.tensors, eager)
         except BreakFailed as failure:

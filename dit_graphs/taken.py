@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from .signature import registered_leaves
 from .tree import map_tensors, unchanged
 
-__all__ = ["Taken", "entries_taken", "on_own_containers", "take"]
+__all__ = ["Taken", "entries_taken", "repeatable", "take"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +81,24 @@ def take(taken: tuple[Taken, ...], given: object) -> None:
             del cast("dict[object, object]", container)[entry]
 
 
-def on_own_containers(
-    eager: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+def repeatable(
+    eager: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    taken: tuple[Taken, ...],
 ) -> Callable[[], object]:
-    """The call, which may be made several times: each time with containers of its own."""
-
-    def same(tensor: Tensor) -> Tensor:
-        return tensor
+    """The call, as often as wanted: on containers of its own where it takes something out."""
+    if not taken:
+        return partial(eager, *args, **kwargs)
 
     def call() -> object:
         opaque = registered_leaves()
-        own = map_tensors((args, kwargs), same, keep_unknown=True, opaque=opaque)
+        own = map_tensors((args, kwargs), _same, keep_unknown=True, opaque=opaque)
         own_args, own_kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", own)
         return eager(*own_args, **own_kwargs)
 
     return call
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -97,8 +97,8 @@ def _nothing_taken(patch: pytest.MonkeyPatch) -> None:
 )
 def _emptied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "dit_graphs.runner.on_own_containers",
-        lambda eager, args, kwargs: lambda: eager(*args, **kwargs),
+        "dit_graphs.runner.repeatable",
+        lambda eager, args, kwargs, taken: lambda: eager(*args, **kwargs),
     )
 
 
