@@ -146,7 +146,7 @@ class PassRunner:
                 forward, self.state, self.config, self.backend, self.stats, self.component
             )
             plan = self._plans.setdefault(wanted.path, StructurePlan(self.policy))
-            entry = Entry(sign((wanted.name, wanted.key), None, None, []), plan)
+            entry = Entry(sign(wanted.name, None, wanted.key, []), plan)
             held = self.held[wanted.key] = _Held(entry, capturer, wanted)
         held.uses += 1
         held.last_use = self._clock
