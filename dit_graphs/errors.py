@@ -69,6 +69,11 @@ class Reason(str, Enum):
     GENERATE_ARGUMENT = "generate_argument"
     UNSUPPORTED_MODEL = "unsupported_model"
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether such calls are as the user wants them, so that `strict` does not raise."""
+        return self in (Reason.WARMING_UP, Reason.DISABLED, Reason.KILL_SWITCH)
+
     def __str__(self) -> str:
         return self.value
 

@@ -46,7 +46,6 @@ _OBSERVABLE = (
     Reason.HOST_READ,
     Reason.STATE_ESCAPED,
 )
-_ASKED_FOR = (Reason.WARMING_UP, Reason.DISABLED, Reason.KILL_SWITCH)  # no error when strict
 
 
 class GraphRunner(GraphHolding):
@@ -376,7 +375,7 @@ class GraphRunner(GraphHolding):
     ) -> object:
         self.stats.count_eager(reason, detail, differs)
         self._watch.ran_eager = True
-        if self.config.strict and reason not in _ASKED_FOR:
+        if self.config.strict and not reason.is_asked_for:
             raise FallbackError(reason, detail) from None
         try:
             return self.call_eager(*args, **kwargs)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ..ambient import ambient_state
+from ..config import GraphConfig
+from ..errors import FallbackError
 from ..memory import DeviceState
 from ..module_watch import ModuleWatch
 from .buckets import context_bucket
@@ -69,6 +71,7 @@ class Writer(Protocol):
     """Whoever keeps slots, rows and graphs between calls."""
 
     model: LanguageModel
+    config: GraphConfig
     state: DeviceState
     device: torch.device
     backend: str
@@ -147,13 +150,18 @@ class Writing:
         return self.max_new_tokens - self.written
 
     def step(self) -> None:
-        """The logits buffer holds what follows the current tokens."""
+        """The logits buffer holds what follows the current tokens.
+
+        Raises `FallbackError` where strict and the step is eager.
+        """
         runner = self.runner
         reason = runner.passes.serve(self.model_pass, steps_left=self._steps_left)
         if reason is None:
             runner.stats.count_replay()
         else:
             runner.stats.count_eager(reason, self.model_pass.name)
+            if runner.config.strict and not reason.is_asked_for:
+                raise FallbackError(reason, self.model_pass.name)
         length = self.longest + self.written
         log_pass(
             runner.stats.component, ForwardMode.DECODE,

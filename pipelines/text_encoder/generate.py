@@ -91,7 +91,7 @@ class TextGenerator:
 
     def _count(self, reason: Reason, detail: str) -> None:
         self.runner.stats.count_eager(reason, detail)
-        if self.config.strict:
+        if self.config.strict and not reason.is_asked_for:
             raise FallbackError(reason, detail)
 
     def _loop(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dit_graphs.cache import State
 from dit_graphs.config import GraphConfig
+from dit_graphs.errors import FallbackError
 from dit_graphs.llm.forward_mode import ForwardMode, log_pass
 from dit_graphs.llm.kv import SlotCache
 from dit_graphs.llm.prefill import PromptStore
@@ -88,6 +89,8 @@ class PrefillRunner(GraphRunner):
         ready = self._prompts.read(prompt)
         if isinstance(ready, tuple):
             self.stats.count_eager(*ready)
+            if self.config.strict:
+                raise FallbackError(*ready)
             logits = prompt.run()
             self._watch.adopt_changes()
         else:

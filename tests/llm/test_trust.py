@@ -105,11 +105,36 @@ def test_strict_raises_with_the_argument_named(recorded, qwen3):
         both(generator, qwen3, num_beams=2)
 
 
-def test_a_step_that_reads_the_host_is_written_eagerly_and_named(recorded):
+def test_strict_raises_where_a_prompt_is_read_without_a_graph(recorded, qwen3):
+    generator = recorded(qwen3, strict=True, max_size={"prefill": 8})
+    with pytest.raises(FallbackError, match=r"9 tokens, max_size\['prefill'\] is 8"):
+        both(generator, qwen3)
+
+
+def test_strict_does_not_mind_what_was_asked_for(recorded, qwen3):
+    generator = recorded(qwen3, strict=True)
+    with generator.runner.switched_off():
+        assert torch.equal(*both(generator, qwen3))
+
+
+def reads_the_host():
+    """A model of whose steps none can be captured."""
     model = tiny_llms.build("qwen3")
     layer = model.model.layers[1].mlp
     original = layer.forward
     layer.forward = lambda x: original(x) * (1.0 if x.sum().item() > 0 else 0.5)
+    return model
+
+
+def test_strict_raises_where_a_step_has_no_graph(recorded):
+    model = reads_the_host()
+    generator = recorded(model, strict=True)
+    with pytest.raises(FallbackError, match="DECODE 2 rows"):
+        both(generator, model)
+
+
+def test_a_step_that_reads_the_host_is_written_eagerly_and_named(recorded):
+    model = reads_the_host()
     generator = recorded(model)
     for _ in range(2):
         assert torch.equal(*both(generator, model))
