@@ -19,6 +19,7 @@ __all__ = ["FAMILIES", "family_of"]
 # class of diffusers -> module of this package and name of the family in it
 FAMILIES: dict[str, tuple[str, str]] = {
     "BriaFibo2Transformer2DModel": ("masked", "BriaFibo2"),
+    "Cosmos3OmniTransformer": ("cosmos3", "Cosmos3"),
     "GlmImageTransformer2DModel": ("masked", "GlmImage"),
     "HiDreamImageTransformer2DModel": ("hidream", "HiDream"),
     "HunyuanImageTransformer2DModel": ("masked", "HunyuanImage"),
