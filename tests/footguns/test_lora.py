@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import tiny
 import torch
 from pair import Pair
 from peft import IA3Config, LoHaConfig, LoraConfig
@@ -309,3 +310,30 @@ def test_the_strength_changed_on_the_module_itself() -> None:
                 if hasattr(layer, "set_scale"):
                     layer.set_scale("a", weight)
         pair.latents()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_adapter_trained_between_two_pictures(checkpointing: bool) -> None:
+    """Losses and gradients are plain's, and the next picture is drawn with what was learnt."""
+    pair = Pair(NAME, prepare=_add_each("a"))
+    before = pair.latents()
+    given = tiny.denoiser_calls(tiny.build(NAME), tiny.call_kwargs(NAME, size=32, steps=1))[0]
+    losses: dict[int, list[float]] = {}
+    for pipe in (pair.plain, pair.fast):
+        model = pipe.transformer.train()
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        learnt = [weight for name, weight in model.named_parameters() if ".a." in name]
+        optimizer = torch.optim.AdamW(learnt, lr=0.05)
+        for _ in range(2):
+            loss = model(**given.arguments)[0].square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.setdefault(id(pipe), []).append(loss.item())
+        model.disable_gradient_checkpointing()
+        model.eval()
+    assert losses[id(pair.plain)] == losses[id(pair.fast)]
+    assert pair.component()["fallbacks"]["grad_enabled"] == 2
+    assert not torch.equal(pair.latents(), before)
+    pair.latents(seed=1)
