@@ -19,18 +19,25 @@ from dit_graphs.errors import GraphError
 RECORDED = Where("recorded", torch.device("cpu"))
 
 
-class Baked(nn.Module):
-    """The forward looks at a global: what it was at capture is baked into the graph."""
+class _Hidden:
+    """Out of reach of every look at a module: a class's own values belong to the key."""
 
     shift = 0.0
 
+
+_hidden = _Hidden()
+
+
+class Baked(nn.Module):
+    """The forward looks at a global: what it was at capture is baked into the graph."""
+
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return x * t + Baked.shift
+        return x * t + _hidden.shift
 
 
 @pytest.fixture(autouse=True)
 def _no_shift() -> None:
-    Baked.shift = 0.0
+    _hidden.shift = 0.0
 
 
 def _args(where: Where, index: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +108,7 @@ def test_a_wrong_graph_is_never_used(graphing: Where, caplog: pytest.LogCaptureF
     twin = Twin(Baked(), graphing)
     twin(*_args(graphing, 0))
     twin(*_args(graphing, 1))
-    Baked.shift = 1.0  # from here on the graph is wrong
+    _hidden.shift = 1.0  # from here on the graph is wrong
     with caplog.at_level(logging.WARNING, logger="dit_graphs"):
         for index in range(2, 6):
             twin(*_args(graphing, index))
@@ -153,7 +160,7 @@ def test_verify_always_compares_every_call(graphing: Where) -> None:
     for index in range(6):
         twin(*_args(graphing, index))
     assert (twin.replays, twin.runner.stats.compares) == (0, 4)
-    Baked.shift = 2.0
+    _hidden.shift = 2.0
     twin(*_args(graphing, 7))
     assert twin.fallbacks["verify_mismatch"] == 1
 

@@ -14,7 +14,6 @@ import dit_graphs
 from dit_graphs import eager_on_graph
 from dit_graphs.cache import Entry
 from dit_graphs.capture import Capturer
-from dit_graphs.holding import GraphHolding
 from dit_graphs.worth import Worth, expected_speedup
 
 RECORDED = Where("recorded", torch.device("cpu"))
@@ -70,10 +69,10 @@ def test_a_recorder_on_the_cpu_claims_nothing(caplog: pytest.LogCaptureFixture) 
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU where eager takes 50 ms and a replay 20."""
 
-    def worth(self: GraphHolding, entry: Entry) -> Worth | None:
-        return Worth(50.0, 20.0, 1 << 30) if entry.replay_ms is not None else None
+    def worth(self: Entry, device: torch.device) -> Worth | None:
+        return Worth(50.0, 20.0, 1 << 30) if self.replay_ms is not None else None
 
-    monkeypatch.setattr(GraphHolding, "_worth", worth)
+    monkeypatch.setattr(Entry, "worth", worth)
 
 
 @pytest.mark.usefixtures("measured")
@@ -92,7 +91,7 @@ def test_what_was_measured_is_said_once_per_component(caplog: pytest.LogCaptureF
 def test_a_graph_that_saves_nothing_is_not_kept_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(GraphHolding, "_worth", lambda self, entry: Worth(104.0, 100.0, 1 << 30))
+    monkeypatch.setattr(Entry, "worth", lambda self, device: Worth(104.0, 100.0, 1 << 30))
     monkeypatch.setattr(Capturer, "is_worthless", lambda self, entry: True)
     twin = Twin(nn.Linear(8, 8), RECORDED)
     with caplog.at_level(logging.INFO, logger="dit_graphs"):

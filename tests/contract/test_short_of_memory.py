@@ -15,12 +15,19 @@ from dit_graphs import Reason, eager_on_graph
 from dit_graphs.static_inputs import StaticInputs
 
 
-class Once(nn.Module):
-    """Raises in its `at`-th run, of the wrapped module or its copy; counts and draws before."""
+class _Raising:
+    """When to raise, out of reach of every look at a module."""
 
     runs = 0
     at = 0
     error: type[Exception] = torch.OutOfMemoryError
+
+
+_raising = _Raising()
+
+
+class Once(nn.Module):
+    """Raises in its `at`-th run, of the wrapped module or its copy; counts and draws before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,22 +36,22 @@ class Once(nn.Module):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        Once.runs += 1
+        _raising.runs += 1
         self.total.add_(x[0])
         noise = torch.rand_like(x)
-        if Once.runs == Once.at:
-            raise Once.error("on purpose")
+        if _raising.runs == _raising.at:
+            raise _raising.error("on purpose")
         return self.linear(x + noise) + self.total
 
 
 def _arm(error: type[Exception], runs_from_now: int) -> None:
-    Once.error, Once.runs, Once.at = error, 0, runs_from_now
+    _raising.error, _raising.runs, _raising.at = error, 0, runs_from_now
 
 
 @pytest.fixture(autouse=True)
 def _disarmed() -> object:
     yield
-    Once.at = 0
+    _raising.at = 0
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])

@@ -6,6 +6,7 @@ import pytest
 from variant import CONTRACT, PIPELINES, variant
 
 from dit_graphs import budget, effects, holding
+from dit_graphs.cache import Entry
 from dit_graphs.gate import CaptureGate
 from dit_graphs.intercept import Intercept
 from dit_graphs.module_watch import ModuleWatch
@@ -127,7 +128,7 @@ def _left_full(patch: pytest.MonkeyPatch) -> None:
 def _claims(patch: pytest.MonkeyPatch) -> None:
     from dit_graphs.worth import Worth
 
-    def worth(self: holding.GraphHolding, entry: object) -> Worth:
-        return Worth(entry.eager_ms or 1.0, entry.replay_ms or 1.0, entry.nbytes)
+    def worth(self: Entry, device: object) -> Worth:
+        return Worth(self.eager_ms or 1.0, self.replay_ms or 1.0, self.nbytes)
 
-    patch.setattr(holding.GraphHolding, "_worth", worth)
+    patch.setattr(Entry, "worth", worth)
