@@ -144,6 +144,8 @@ def end_request(started: Request | None = None) -> None:
 def request(total_steps: int | None = None) -> Iterator[Request]:
     """One generation: weights and hooks are checked once, admission knows the steps to come.
 
+    So weights, layers and attributes exchanged by hand between two calls inside it are not seen
+    before the next request; new hooks are, and what an accelerated pipeline's own methods change.
     Raises `ConfigError` for a negative number of steps.
     """
     if total_steps is not None and (isinstance(total_steps, bool) or total_steps < 0):
