@@ -109,9 +109,11 @@ class Call:
 
     `tensors` are its tensor leaves in freeze order of the normalised form. `names_generators`: its
     signature tells one random generator from another. `has_turned`: a decision inside it has
-    already led to another graph than the expected one.
+    already led to another graph than the expected one. `must_look`: whether the module is as it was
+    checked is still to be looked at; where it is not, `given` is called anew.
     """
 
+    given: tuple[tuple[object, ...], dict[str, object]]
     args: tuple[object, ...]
     kwargs: dict[str, object]
     positional: tuple[object, ...]
@@ -119,6 +121,7 @@ class Call:
     tensors: list[Tensor]
     request: Request | None
     names_generators: bool
+    must_look: bool
     has_turned: bool = False
 
 

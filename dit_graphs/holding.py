@@ -215,12 +215,12 @@ class GraphHolding:
             self.stats.has_estimate = True
             log.info("%s: %s", self.stats.component, worth)
 
-    def _check_module(self, request: Request | None) -> None:
-        """Once per request (or call, or change): weights, hooks, Python state are as captured."""
+    def _check_module(self, request: Request | None) -> bool:
+        """Weights, hooks, Python state are as captured; whether a look must still show it."""
         if self._watch.is_current(request):
-            return self._raise_refusal()
-        change = self._watch.refresh(request.number if request is not None else None)
-        self._watch.keep_glance(request)
+            self._raise_refusal()
+            return request is not None and request.is_watched
+        change = self._watch.refresh(request)
         source = signature_source(self.module, self.eager)
         if source != self._form_source:  # somebody patched `forward`
             self._form_source = source
@@ -235,6 +235,7 @@ class GraphHolding:
         # offload first: then the device of the weights is one of the moment
         self._watch.refusal = self._watch.refusal or self._guarded() or self._follow_weights()
         self._raise_refusal()
+        return False
 
     def _raise_refusal(self) -> None:
         if self._watch.refusal is not None:

@@ -7,7 +7,7 @@ every number, string and container of them in the tree belongs to a graph's key.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import unwrap
 from types import FunctionType
@@ -19,8 +19,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 from .tree import Identity, UnknownLeaf, freeze
 
 __all__ = [
+    "HOOK_TABLES",
     "LEAF_LIMIT",
     "OBJECT_DEPTH",
+    "ClassFacts",
     "ModuleState",
     "callable_only",
     "derived_names",
@@ -34,7 +36,7 @@ _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_c
 _EVERYBODYS = (nn.Module, object)
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 _CALLS = ("forward", "__call__")
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 LEAF_LIMIT = 512
 _SIMPLE = frozenset({bool, int, str, type(None)})
 OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
@@ -126,7 +128,7 @@ class _Sweep:
         for tensor in _own_weights(module):
             self.weights.append(tensor_key(tensor))
             self.devices.add(tensor.device)
-        for table in filter(attributes.get, _HOOK_TABLES):
+        for table in filter(attributes.get, HOOK_TABLES):
             hooks = tuple(Identity(hook) for hook in attributes[table].values())
             if any(type(hook.value) is not WeightNorm for hook in hooks):
                 self.hooked.append(path or "the module itself")
@@ -217,27 +219,45 @@ def _plain_kind(value: object) -> type | None:
     return None
 
 
-def _of_class(kind: type) -> Iterator[Hashable]:
-    """What all objects of the class share: its functions, those its calls find beside it by name,
-    and plain values. Somebody may put another one in the place of each.
+class ClassFacts:
+    """What all objects of some classes share: their functions, those their calls find beside them
+    by name, and plain values. Somebody may put another one in the place of each.
     """
-    for parent in kind.__mro__:
-        if parent in _EVERYBODYS:
-            continue
-        for name, value in vars(parent).items():
-            if isinstance(value, _FUNCTIONS):
-                yield value
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        parents = dict.fromkeys(p for kind in kinds for p in kind.__mro__ if p not in _EVERYBODYS)
+        self._own = [(vars(parent), dict(vars(parent))) for parent in parents]
+        named = [each for _, own in self._own for name in _CALLS for each in _named_in(own, name)]
+        self._named = [(*each, each[0].get(each[1])) for each in named]
+
+    def is_same(self) -> bool:
+        """Whether each class, and each name that its calls find, stands for what it stood for."""
+        return all(own.items() == before.items() for own, before in self._own) and all(
+            names.get(name) is value for names, name, value in self._named
+        )
+
+    @staticmethod
+    def of(kind: type) -> Iterator[Hashable]:
+        """Those of one class, as a part of a key."""
+        for parent in kind.__mro__:
+            if parent in _EVERYBODYS:
+                continue
+            for name, value in vars(parent).items():
+                if isinstance(value, _FUNCTIONS):
+                    yield value
+                elif type(value) in _SIMPLE or type(value) is float:
+                    yield type(value), value
                 if name in _CALLS:
-                    yield from _named_in(value)
-            elif type(value) in _SIMPLE or type(value) is float:
-                yield type(value), value
+                    found = (names.get(n) for names, n in _named_in(vars(parent), name))
+                    yield from (each for each in found if isinstance(each, FunctionType))
 
 
-def _named_in(function: object) -> Iterator[FunctionType]:
-    plain = unwrap(function) if isinstance(function, FunctionType) else None
+def _named_in(own: Mapping[str, object], call: str) -> Iterator[tuple[dict[str, object], str]]:
+    """The names that a class's call finds beside the class, each with where it finds it."""
+    value = own.get(call)
+    plain = unwrap(value) if isinstance(value, FunctionType) else None
     if isinstance(plain, FunctionType):
-        found = map(plain.__globals__.get, plain.__code__.co_names)
-        yield from (value for value in found if isinstance(value, FunctionType))
+        yield from ((plain.__globals__, name) for name in plain.__code__.co_names)
 
 
 class _Ints:
@@ -262,7 +282,7 @@ def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleSt
     for kind in state.classes:
         name = f"class {kind.__module__}.{kind.__qualname__}"
         if name not in volatile:
-            state.note(name, tuple(_of_class(kind)))
+            state.note(name, tuple(ClassFacts.of(kind)))
     return ModuleState(
         weights=tuple(state.weights),
         caches=tuple((tensor_key(t), _host_version(t, state.devices)) for t in state.caches),

@@ -26,7 +26,7 @@ _TIRED = 3  # an attribute the forward changed this often is no longer part of t
 
 
 class ModuleWatch:
-    """Sweeps a module tree once per request, or once it changes, and numbers its Python states."""
+    """Sweeps a module tree, glances at it while nothing changes, and numbers its Python states."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -42,7 +42,9 @@ class ModuleWatch:
         self._moved = 0
         self._pending: Change | None = None
         self._hooks_ever = 0
-        self._glance: Glance | None = None
+        self._glance: Glance | None = None  # made before `_base` was swept, never after
+        self._in_vain = 0
+        self._is_watched = False
 
     @property
     def device(self) -> torch.device | None:
@@ -51,28 +53,21 @@ class ModuleWatch:
         return next(iter(devices)) if len(devices) == 1 else None
 
     def is_current(self, request: Request | None) -> bool:
-        """Whether this request was checked and nothing said, or shows, that it changed since."""
+        """Whether this request was checked and nothing was said since; `is_unchanged` looks."""
         if request is None or request.number not in self._checked:
             return False
-        current = self._hooks_ever == hooks_ever()
-        if current and request.is_watched:
-            current = self._glance is not None and self._glance.is_same()
-        if current:
-            self._is_fresh = False
-        return current
+        if self._hooks_ever != hooks_ever():
+            return False
+        self._is_fresh = False
+        return True
+
+    def is_unchanged(self) -> bool:
+        """Whether a look at the module shows what the last sweep saw."""
+        return self._glance is not None and self._glance.is_same()
 
     def forget(self) -> None:
-        """The next call sweeps again, whatever its request."""
+        """The next call looks at everything again, whatever its request."""
         self._checked.clear()
-
-    def keep_glance(self, request: Request | None) -> None:
-        """A watched request is current as long as the module holds what it holds now."""
-        if request is not None and request.is_watched:
-            self._glance = Glance(self.module)
-            request.at_end(self, self._forget_glance)  # it keeps alive what the module held
-
-    def _forget_glance(self) -> None:
-        self._glance = None
 
     def has_moved(self) -> bool:
         """Whether weights lie elsewhere than at the last sweep; nothing is remembered of it."""
@@ -83,23 +78,41 @@ class ModuleWatch:
         """The number of the current Python state: equal states, equal numbers."""
         return self._id
 
-    def refresh(self, number: int | None) -> Change | None:
-        """Sweeps; says whether weights moved or only cached tensors and plain state did."""
+    def refresh(self, request: Request | None) -> Change | None:
+        """Looks at everything; says whether weights moved or only caches and plain state did."""
         self._hooks_ever = hooks_ever()
-        now = sweep(self.module, self._volatile)
-        change = _worse(self._pending, self._change(now))
-        self._base, self._pending = now, None
-        self._id = self._number(now.python)
+        self._is_watched = request is not None and request.is_watched
+        now = self._state()
+        change, self._pending = _worse(self._pending, self._change(now)), None
+        self._adopt(now)
         self.ran_eager = False
         self._is_fresh = True
-        self.refusal = _refusal(self._base)
-        if number is not None:
-            self._checked = [*self._checked[-_KEPT_REQUESTS:], number]
+        self.refusal = _refusal(now)
+        if request is not None:
+            self._checked = [*self._checked[-_KEPT_REQUESTS:], request.number]
         return change
+
+    def _state(self) -> ModuleState:
+        """The module's state now: the last one where a glance shows it, else what a sweep finds."""
+        before, had_glance = self._base, self._glance is not None
+        if self._glance is not None and before is not None and self._glance.is_exactly_same():
+            return before
+        # first the glance: what changes between the two shows in the next one
+        is_wanted = self._is_watched or (before is not None and self._in_vain < _TIRED)
+        self._glance = Glance(self.module, self._volatile) if is_wanted else None
+        now = sweep(self.module, self._volatile)
+        if had_glance and now == before:  # something is made anew again and again, all alike
+            self._in_vain += 1
+        return now
+
+    def _adopt(self, now: ModuleState) -> None:
+        if now is not self._base:
+            self._base = now
+            self._id = self._ids.setdefault(now.python, len(self._ids))
 
     def _change(self, now: ModuleState) -> Change | None:
         before = self._base
-        if before is None:
+        if before is None or now is before:
             return None
         if now.weights != before.weights:
             return "weights"
@@ -109,37 +122,33 @@ class ModuleWatch:
         is_added = set(before.caches) <= set(now.caches)
         return "caches" if self.ran_eager and is_added else "weights"
 
-    def _number(self, python: Hashable) -> int:
-        return self._ids.setdefault(python, len(self._ids))
-
     def before_pass(self) -> None:
         """An eager pass is about to run whose own changes `adopt_changes` will look for."""
         if self._is_fresh or self._base is None:
             return
-        now = sweep(self.module, self._volatile)
+        now = self._state()
         self._pending = _worse(self._pending, self._change(now))
         if self._pending is not None or now.python != self._base.python:
             self._checked.clear()  # what somebody changed is honoured by the next call
-        self._base = now
-        self._id = self._number(now.python)
+        self._adopt(now)
 
     def adopt_changes(self) -> tuple[Reason, str] | None:
         """After an eager pass: what the forward itself changed is the module's state now.
 
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
-        before, now = self._base, sweep(self.module, self._volatile)
+        before, now = self._base, self._state()
         self._is_fresh = False
-        if before is None:
+        if before is None or now is before:
             return None
         # counted inside passes only: a scale that the user turns must never leave the key
         self._changes.update(now.changed_attributes(before))
         restless = {name for name, count in self._changes.items() if count >= _TIRED}
         if not restless <= self._volatile:
             self._volatile |= restless
-            now = sweep(self.module, self._volatile)
-        self._base = now
-        self._id = self._number(now.python)
+            self._glance = None  # it looks at them
+            now = self._state()
+        self._adopt(now)
         if now.weights == before.weights:
             return None
         self._pending = "weights"  # graphs of other signatures read the old ones

@@ -97,6 +97,10 @@ class Request:
         self.calls[key] = total = self.calls.get(key, 0) + 1
         return total
 
+    def uncount(self, key: object) -> None:
+        """The last call counted under `key` was none."""
+        self.calls[key] -= 1
+
     def recount(self, key: object, now: object) -> None:
         """What was counted under `key` counts under `now`."""
         self.calls[now] = self.calls.get(now, 0) + self.calls.pop(key, 0)
@@ -142,15 +146,16 @@ def end_request(started: Request | None = None) -> None:
 
 @contextmanager
 def request(total_steps: int | None = None) -> Iterator[Request]:
-    """One generation: weights and hooks are checked once, admission knows the steps to come.
+    """One generation: everything is checked once, admission knows the steps to come.
 
-    So weights, layers and attributes exchanged by hand between two calls inside it are not seen
-    before the next request; new hooks are, and what an accelerated pipeline's own methods change.
+    Between its calls a look shows whether the module is still what was checked: weights, layers,
+    hooks and attributes exchanged by hand count from the next call on; a function or attribute of
+    a class, from the next request on.
     Raises `ConfigError` for a negative number of steps.
     """
     if total_steps is not None and (isinstance(total_steps, bool) or total_steps < 0):
         raise ConfigError(f"total_steps: expected a number ≥ 0 or None, got {total_steps!r}")
-    inner = Request(total_steps, outer=_current.get())
+    inner = Request(total_steps, outer=_current.get(), is_watched=True)
     token = _current.set(inner)
     try:
         yield inner

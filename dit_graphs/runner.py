@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,9 @@ from .calls import (
     signature_source,
 )
 from .config import GraphConfig
-from .counters import RunnerStats, log
-from .errors import BreakFailed, CaptureAborted, FallbackError, Reason, forget_refusals
-from .holding import GraphHolding
+from .counters import RunnerStats
+from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
+from .fallback import EagerCalls
 from .module_watch import ModuleWatch
 from .request_scope import current_request
 from .signature import CallForm, sign
@@ -48,7 +47,7 @@ _OBSERVABLE = (
 )
 
 
-class GraphRunner(GraphHolding):
+class GraphRunner(EagerCalls):
     """Serves calls of `eager` (a method of `module`) from graphs where that is proven equal."""
 
     def __init__(
@@ -78,17 +77,20 @@ class GraphRunner(GraphHolding):
         if reason is not None:
             return self._fall_back(reason, "", args, kwargs)
         with self.state.gate.shared():
-            try:
-                call, entry = self._look_up(args, kwargs)
-            except CaptureAborted as refusal:
-                return self._fall_back(refusal.reason, refusal.detail, args, kwargs)
-            if call.request is not None:
-                call.request.at_end(entry, entry.forget_bound)
-                return self._serve(entry, call)
-            try:
-                return self._serve(entry, call)
-            finally:
-                entry.forget_bound()  # outside a request every call is its own
+            return self._serve_given(args, kwargs)
+
+    def _serve_given(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        try:
+            call, entry = self._look_up(args, kwargs)
+        except CaptureAborted as refusal:
+            return self._fall_back(refusal.reason, refusal.detail, args, kwargs)
+        if call.request is not None:
+            call.request.at_end(entry, entry.forget_bound)
+            return self._serve(entry, call)
+        try:
+            return self._serve(entry, call)
+        finally:
+            entry.forget_bound()  # outside a request every call is its own
 
     def _bypass(self) -> Reason | None:
         if self.disabled or self.backend == "off":
@@ -112,7 +114,7 @@ class GraphRunner(GraphHolding):
         """The call's entry, new or known. Raises `CaptureAborted` with the reason for eager."""
         request = current_request()
         number = request.number if request is not None else None
-        self._check_module(request)
+        must_look, given = self._check_module(request), (args, kwargs)
         args, kwargs = self._padded(args, kwargs)
         positional, named = self._form.normalise(args, kwargs)
         named = self._prepared(named)
@@ -134,10 +136,16 @@ class GraphRunner(GraphHolding):
             entry = self.cache.add(signature, self.options.policy, number, self._own_key())
         if request is not None:
             request.count(signature)
-        return Call(args, kwargs, positional, named, tensors, request, draws), entry
+        call = Call(given, args, kwargs, positional, named, tensors, request, draws, must_look)
+        return call, entry
 
     def _serve(self, entry: Entry, call: Call) -> object:
-        if entry.state is State.READY:
+        is_ready = entry.state is State.READY
+        if is_ready and not entry.has_effects:
+            return self._replay(entry, call)  # looks while the device works
+        if self._is_outdated(call):
+            return self._serve_anew(entry, call)
+        if is_ready:
             return self._replay(entry, call)
         if entry.state is State.CAPTURED:
             return self._compare(entry, call)
@@ -147,6 +155,17 @@ class GraphRunner(GraphHolding):
                 return self._miss(entry, call, *entry.blocked)
             entry.unblock()
         return self._learn(entry, call)
+
+    def _is_outdated(self, call: Call) -> bool:
+        """Whether the module is no longer what this request checked; the call looks once."""
+        must_look, call.must_look = call.must_look, False
+        return must_look and not self._watch.is_unchanged()
+
+    def _serve_anew(self, entry: Entry, call: Call) -> object:
+        if call.request is not None:
+            call.request.uncount(entry.signature)
+        self._watch.forget()
+        return self._serve_given(*call.given)
 
     # Learning: plain, then observed and captured.
     def _learn(self, entry: Entry, call: Call) -> object:
@@ -277,6 +296,8 @@ class GraphRunner(GraphHolding):
                 undo()
         if not is_done:  # not above, where the failed replay's frames are alive
             return self._out_of_memory(entry, call)
+        if self._is_outdated(call):  # nothing of this replay was handed out
+            return self._serve_anew(entry, call)
         if not is_proven:
             return self._compare(entry, call)
         if recording.breaks:
@@ -357,40 +378,3 @@ class GraphRunner(GraphHolding):
         entry.attempts += 1
         entry.block(Reason.OUT_OF_MEMORY, detail, entry.uses + 32 * entry.attempts)
         return self._miss(entry, call, Reason.OUT_OF_MEMORY, detail)
-
-    # Eager.
-    def _miss(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:
-        differs = self._difference(reason, entry.signature)
-        random = self.state.random_state()
-        return self._fall_back(reason, detail, call.args, call.kwargs, differs, random)
-
-    def _fall_back(
-        self,
-        reason: Reason,
-        detail: str,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        differs: Sequence[str] = (),
-        random: list[Tensor] | None = None,
-    ) -> object:
-        self.stats.count_eager(reason, detail, differs)
-        self._watch.ran_eager = True
-        if self.config.strict and not reason.is_asked_for:
-            raise FallbackError(reason, detail) from None
-        try:
-            return self.call_eager(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            held = self.state.pool_bytes()
-            if not self.state.retire():
-                raise
-            log.warning(
-                "%s: out of memory; %d MiB of graphs released, trying once more",
-                self.stats.component, held >> 20,
-            )  # fmt: skip
-            self.stats.count_eager(Reason.OUT_OF_MEMORY, f"{held >> 20} MiB of graphs released")
-            if random is not None:  # what the first try drew is drawn again
-                self.state.set_random_state(random)
-        except Exception as error:
-            forget_refusals(error)
-            raise
-        return self.call_eager(*args, **kwargs)

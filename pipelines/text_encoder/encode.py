@@ -23,6 +23,7 @@ from dit_graphs.counters import log
 from dit_graphs.errors import Reason
 from dit_graphs.llm.forward_mode import ForwardMode, log_pass
 from dit_graphs.module_watch import Change, ModuleWatch
+from dit_graphs.request_scope import Request
 from dit_graphs.runner import GraphRunner, RunnerOptions
 from dit_graphs.signature import Signature
 
@@ -60,8 +61,8 @@ class EncoderWatch(ModuleWatch):
             f"{path}.{name}" for path, _ in module.named_modules() for name in _LEFT_BY_GENERATE
         )
 
-    def refresh(self, number: int | None) -> Change | None:
-        change = super().refresh(number)
+    def refresh(self, request: Request | None) -> Change | None:
+        change = super().refresh(request)
         if self.refusal is not None and self.refusal[0] is Reason.HOOKS and self._collects_only():
             self.refusal = None
         return change

@@ -68,7 +68,7 @@ class PrefillRunner(GraphRunner):
     def _unused(**_: object) -> None:
         """The runner's own `call_eager` replaces it."""
 
-    def _check_module(self, request: Request | None) -> None:
+    def _check_module(self, request: Request | None) -> bool:
         """The decode has just looked at the module; what it found counts here too."""
         change, self.change = self.change, None
         if self.device != self.model.device:
@@ -79,6 +79,7 @@ class PrefillRunner(GraphRunner):
         elif change == "caches":
             for entry in self.cache.held():
                 entry.state = State.CAPTURED
+        return False
 
     def read(self, prompt: PromptPass) -> Tensor:
         """The slots hold the prompt; logits [B, vocabulary] of its last tokens."""

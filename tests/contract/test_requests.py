@@ -13,7 +13,7 @@ from twin import Twin, Where
 import dit_graphs
 from dit_graphs import ConfigError
 from dit_graphs.module_watch import ModuleWatch
-from dit_graphs.request_scope import begin_request, current_request, end_request
+from dit_graphs.request_scope import Request, begin_request, current_request, end_request
 
 
 class Scaled(nn.Module):
@@ -32,9 +32,9 @@ def test_the_module_is_swept_once_per_request(
     sweeps = []
     refresh = ModuleWatch.refresh
 
-    def counted(self: ModuleWatch, number: int | None) -> object:
-        sweeps.append(number)
-        return refresh(self, number)
+    def counted(self: ModuleWatch, request: Request | None) -> object:
+        sweeps.append(request)
+        return refresh(self, request)
 
     monkeypatch.setattr(ModuleWatch, "refresh", counted)
     twin = Twin(Scaled(), where)
@@ -43,7 +43,7 @@ def test_the_module_is_swept_once_per_request(
             for index in range(6):
                 twin(where.randn(3, 8, seed=index))
     assert len(sweeps) == 3
-    assert sweeps[-1] == request.number
+    assert sweeps[-1] is request
     for index in range(4):
         twin(where.randn(3, 8, seed=index))
     assert len(sweeps) == 7, "outside a request every call is its own"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 import dit_graphs
 from dit_graphs.module_state import sweep
 from dit_graphs.wrapping import runner_of
+
+INTERRUPTED: dict[str, bool] = {}  # no part of any module
 
 
 class Blend(nn.Module):
@@ -84,17 +87,76 @@ def test_the_next_request_sees_it(change: Callable[[Blend], None]) -> None:
     assert runner_of(module).stats.replays > 0
 
 
-def test_an_interrupted_compare_proves_nothing() -> None:
+def _assign(module: Blend) -> None:
+    fresh = {name: weight * 2 for name, weight in module.state_dict().items()}
+    module.load_state_dict(fresh, assign=True)
+
+
+def _child_assign(module: Blend) -> None:
+    fresh = {name: weight * 2 for name, weight in module.linear.state_dict().items()}
+    module.linear.load_state_dict(fresh, assign=True)
+
+
+def _move(module: Blend) -> None:
+    module.linear.double().float()
+
+
+def _write(module: Blend) -> None:
+    module.linear.weight.data.mul_(2)
+
+
+def _hook(module: Blend) -> None:
+    module.act.register_forward_hook(lambda module, given, result: result * 2)
+
+
+def _patch(module: Blend) -> None:
+    own = module.act.forward
+    module.act.forward = lambda x: own(x) * 2
+
+
+@pytest.mark.parametrize("is_noisy", [False, True])
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize(
+    "change",
+    [_swap, _turn, _skip, _table, _again, _assign, _child_assign, _move, _write, _hook, _patch],
+)
+def test_the_next_call_of_a_request_by_hand_sees_it(
+    change: Callable[[Blend], None], at: int, is_noisy: bool
+) -> None:
+    """Whatever the call would have done: plain, capture, compare or replay, with traces or not."""
+
+    class Noisy(Blend):
+        def forward(self, x: Tensor, row: Tensor) -> Tensor:
+            y = super().forward(x, row)
+            return y + torch.rand_like(y) if is_noisy else y
+
+    module, plain = Noisy().eval(), Noisy().eval()
+    dit_graphs.wrap(module, backend="recorded")
+    with torch.no_grad(), dit_graphs.request(total_steps=12):
+        for step in range(12):
+            if step == at:
+                change(module)
+                change(plain)
+            results = []
+            for each in (module, plain):
+                torch.manual_seed(step)
+                results.append(each(*_inputs(step)))
+                results.append(torch.rand(2))
+            assert torch.equal(results[0], results[2]), step
+            assert torch.equal(results[1], results[3]), step
+    assert runner_of(module).stats.replays > 0 or change is _hook
+
+
+def test_an_interrupted_compare_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in eager's half of a compare leaves the new value in the buffer, unproven."""
 
     class Baked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4))
-            self.stop = False
 
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-            if self.stop:
+            if INTERRUPTED:
                 raise KeyboardInterrupt
             return x * self.weight * scale.detach().clone()
 
@@ -106,10 +168,10 @@ def test_an_interrupted_compare_proves_nothing() -> None:
             module(_inputs(index)[0], one)
         runner = runner_of(module)
         compares = runner.stats.compares
-        module.__dict__["stop"] = True
+        monkeypatch.setitem(INTERRUPTED, "by hand", True)
         with pytest.raises(KeyboardInterrupt):
             module(_inputs(7)[0], two)
-        module.__dict__["stop"] = False
+        monkeypatch.undo()
         x = _inputs(8)[0]
         assert torch.equal(module(x, two), x * two)
         assert runner.stats.compares == compares + 2  # tried, and tried again
@@ -264,10 +326,30 @@ def test_the_look_between_two_steps_costs_no_sweep(monkeypatch: pytest.MonkeyPat
     watch = runner_of(pair.fast.transformer)._watch
     sweeps = []
     refresh = watch.refresh
-    monkeypatch.setattr(watch, "refresh", lambda number: sweeps.append(number) or refresh(number))
+    monkeypatch.setattr(
+        watch, "refresh", lambda request: sweeps.append(request) or refresh(request)
+    )
     pair.latents(steps=6, callback_on_step_end=lambda pipe, step, timestep, kept: kept)
     assert len(sweeps) == 1
-    assert watch._glance is None, "what the module held is not kept alive past the request"
+
+
+@pytest.mark.parametrize("change", ["weights", "layers"])
+def test_a_look_keeps_no_weight_alive(change: str) -> None:
+    """Between two requests, and inside one: who exchanges them has their memory back."""
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).eval()
+    dit_graphs.wrap(module, backend="recorded")
+    x = torch.ones(1, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            with dit_graphs.request(total_steps=1):  # too short for a graph, which would hold them
+                module(x)
+        gone = [weakref.ref(weight) for weight in module[1].parameters()]
+        if change == "layers":
+            module[1] = nn.Linear(4, 4)
+        else:
+            fresh = {name: torch.ones_like(w) for name, w in module.state_dict().items()}
+            module.load_state_dict(fresh, assign=True)
+    assert [each() for each in gone] == [None, None]
 
 
 def _of_a_class(holder: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
