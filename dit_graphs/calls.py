@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from .config import BackendName
 from .errors import CaptureAborted, Reason
 from .request_scope import Request
-from .signature import Signature
+from .signature import Signature, registered_leaves
+from .tree import freeze
 from .watch import BreakPolicy
 
 __all__ = [
@@ -107,10 +108,11 @@ class RunnerOptions:
 class Call:
     """One call: as the caller wrote it (`args`, `kwargs`), and normalised (`positional`, `named`).
 
-    `tensors` are its tensor leaves in freeze order of the normalised form. `names_generators`: its
-    signature tells one random generator from another. `has_turned`: a decision inside it has
-    already led to another graph than the expected one. `must_look`: whether the module is as it was
-    checked is still to be looked at; where it is not, `given` is called anew.
+    `arguments`: the tree of it that was signed; `tensors`: the tensor leaves of that, in order.
+    `names_generators`: its signature tells one random generator from another. `has_turned`: a
+    decision inside it has already led to another graph than the expected one. `must_look`: whether
+    the module is as it was checked is still to be looked at; where it is not, `given` is called
+    anew.
     """
 
     given: tuple[tuple[object, ...], dict[str, object]]
@@ -118,11 +120,18 @@ class Call:
     kwargs: dict[str, object]
     positional: tuple[object, ...]
     named: dict[str, object]
+    arguments: object
     tensors: list[Tensor]
     request: Request | None
     names_generators: bool
     must_look: bool
     has_turned: bool = False
+
+    def is_whole(self, signature: Signature) -> bool:
+        """Whether its containers still hold what was signed: an eager forward may empty them."""
+        keys, named = registered_leaves(), self.names_generators
+        now = freeze(self.arguments, [], keys, names_generators=named)
+        return now == signature.structure
 
 
 def device_of(module: nn.Module) -> torch.device:

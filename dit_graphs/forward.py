@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from .errors import CaptureAborted, Reason
 from .signature import registered_leaves
-from .taken import Taken, entries_taken
-from .tree import map_tensors
+from .taken import GIVEN_TWICE, Taken, entries_taken, holds_twice
+from .tree import UnknownLeaf, map_tensors
 
 __all__ = ["Forward", "Run"]
 
@@ -60,11 +60,23 @@ class Run:
         self.taken: tuple[Taken, ...] = ()
         self._forward = forward
         self._buffers = buffers
+        self._holds_twice = holds_twice((args, kwargs))
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
         # as they are now: the caller's own lose what the forward takes out of them
-        self._args, self._kwargs = self._in_own_containers(args, kwargs, _same)
+        try:
+            self._args, self._kwargs = self._in_own_containers(args, kwargs, note)
+        except UnknownLeaf as leaf:  # taken apart is not yet put together again
+            raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, leaf.kind) from None
+        if len(found) != len(buffers):  # as a key, in a slice: there none can be exchanged
+            raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, "a tensor where none is expected")
 
     def __call__(self) -> object:
-        """The result. Raises `CaptureAborted` where a container was changed otherwise."""
+        """The result. Raises `CaptureAborted` where a replay could not change a container so."""
         # fresh containers each time: a forward may pop from what it is given
         given, named = self._on_buffers()
         before = self._on_buffers()
@@ -72,6 +84,8 @@ class Run:
         taken = entries_taken(before, (given, named))
         if taken is None:
             raise CaptureAborted(Reason.PYTHON_STATE, "a container it was given was changed")
+        if taken and self._holds_twice:  # it had two here, and the caller has one
+            raise CaptureAborted(Reason.PYTHON_STATE, GIVEN_TWICE)
         self.taken = taken
         return result
 
@@ -94,7 +108,3 @@ class Run:
         return [rebuilt(value) for value in args], {
             name: value if name in ignored else rebuilt(value) for name, value in kwargs.items()
         }
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -31,7 +31,7 @@ from .fallback import EagerCalls
 from .module_watch import ModuleWatch
 from .request_scope import current_request
 from .signature import CallForm, sign
-from .taken import repeatable, take
+from .taken import GIVEN_TWICE, holds_twice, repeatable, take
 from .tree import UnknownLeaf
 from .verify import Undo, Verdict, verify_call
 
@@ -134,10 +134,12 @@ class GraphRunner(EagerCalls):
             if self.cache.varies(signature):
                 raise CaptureAborted(Reason.VARYING_SCALAR, signature.describe())
             entry = self.cache.add(signature, self.options.policy, number, self._own_key())
+        if entry.taken and holds_twice(arguments):
+            raise CaptureAborted(Reason.PYTHON_STATE, GIVEN_TWICE)
         if request is not None:
             request.count(signature)
-        call = Call(given, args, kwargs, positional, named, tensors, request, draws, must_look)
-        return call, entry
+        normal = positional, named, arguments, tensors
+        return Call(given, args, kwargs, *normal, request, draws, must_look), entry
 
     def _serve(self, entry: Entry, call: Call) -> object:
         is_ready = entry.state is State.READY
@@ -184,7 +186,8 @@ class GraphRunner(EagerCalls):
         first = entry.state is State.COLD
         if first and self.config.capture != "first_use" and not self._capturer.is_warming_up:
             result = self._plain(entry, call)
-            if self._capturer.may_capture_now(entry, call.request):
+            is_soon = self._capturer.may_capture_now(entry, call.request)
+            if is_soon and call.is_whole(entry.signature):
                 self._capture(entry, call)
             return result
         is_early = entry.uses < entry.plan.uses_before_observation

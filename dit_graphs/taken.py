@@ -17,7 +17,9 @@ from torch import Tensor
 from .signature import registered_leaves
 from .tree import map_tensors, unchanged
 
-__all__ = ["Taken", "entries_taken", "repeatable", "take"]
+__all__ = ["GIVEN_TWICE", "Taken", "entries_taken", "holds_twice", "repeatable", "take"]
+
+GIVEN_TWICE = "a container that it was given twice loses entries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,22 @@ def _gone(items: list[object], left: list[object]) -> tuple[int, ...] | None:
         else:
             gone.append(index)
     return tuple(gone) if matched == len(left) else None
+
+
+def holds_twice(given: object) -> bool:
+    """Whether one list or dict stands in two places: what goes from it is missing in both."""
+    seen: set[int] = set()
+    waiting = [given]
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, (list, tuple, dict)):
+            continue
+        if not isinstance(value, tuple):
+            if id(value) in seen:
+                return True
+            seen.add(id(value))
+        waiting.extend(value.values() if isinstance(value, dict) else value)
+    return False
 
 
 def take(taken: tuple[Taken, ...], given: object) -> None:

@@ -32,7 +32,7 @@ LeafKeys = Mapping[type, Callable[[object], Hashable]]
 _ORDINARY = (Tensor, nn.Parameter)
 _NO_KEYS: LeafKeys = MappingProxyType({})
 _SELF_KEYED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, type, bytes)
-_PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum)
+_PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum, torch.Size)
 
 
 _known_by_parts: set[type] = set()
@@ -124,10 +124,20 @@ class _Freezer:
         if kind in self.keys:
             return (kind, typed(self.keys[kind](value)))
         if isinstance(value, Mapping):
+            if kind is not dict:
+                self.check(value)
             return (kind, tuple((self.key(k), self.walk(v)) for k, v in value.items()))
         if isinstance(value, (tuple, list)):
+            if kind is not list and kind is not tuple:
+                self.check(value)
             return (kind, tuple(map(self.walk, value)))
         return self.rare(kind, value)
+
+    def check(self, value: object) -> None:
+        """An argument of a type of its own must be no more than its parts."""
+        if self.keys is not _NO_KEYS and _holds_more(value):
+            kind = type(value)
+            raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__} with more than its parts")
 
     def key(self, value: object) -> Hashable:
         return value if type(value) is str else self.walk(value)
@@ -146,6 +156,7 @@ class _Freezer:
         if isinstance(value, (int, str)):  # subclasses: numpy integers are not among them
             return (kind, repr(value))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            self.check(value)
             names = [f.name for f in dataclasses.fields(value)]
             return (kind, tuple((n, self.walk(getattr(value, n))) for n in names))
         if kind in _known_by_parts:
@@ -154,6 +165,16 @@ class _Freezer:
         if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and raw:
             return (kind, raw())
         raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _holds_more(value: object) -> bool:
+    """Whether a container has attributes that it is not made from."""
+    own = getattr(value, "__dict__", {})
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return not all(f.init for f in fields) or not own.keys() <= {f.name for f in fields}
+    is_mapping = isinstance(value, Mapping)
+    return any(not (is_mapping and value.get(name) is held) for name, held in own.items())  # type: ignore[attr-defined]
 
 
 def map_tensors(
@@ -166,8 +187,8 @@ def map_tensors(
     """`value` rebuilt with every tensor replaced by `fn(tensor)`, depth first, in freeze order.
 
     Objects of a type in `opaque` pass through untouched. Any other object that cannot be taken
-    apart raises `UnknownLeaf`, or passes through with `keep_unknown`. So does, always, a container
-    whose constructor does not take its parts.
+    apart raises `UnknownLeaf`, or passes through with `keep_unknown`. A container that its
+    constructor does not make of its parts raises always.
     """
 
     return _Mapper(fn, opaque, keep_unknown).walk(value)
@@ -212,10 +233,17 @@ class _Mapper:
 
 
 def _rebuilt(kind: type, make: Callable[..., object], *parts: object, **named: object) -> object:
+    """The container made of its parts. Raises `UnknownLeaf` where it then holds anything else."""
     try:
-        return make(*parts, **named)
+        whole = make(*parts, **named)
+        by_name = named and not isinstance(whole, Mapping)
+        held = {name: getattr(whole, name) for name in named} if by_name else whole
+        is_same = unchanged(named or next(iter(parts), {}), held)
     except Exception:  # whatever a stranger's constructor raises
-        raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}") from None
+        is_same = False
+    if not is_same:
+        raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")
+    return whole
 
 
 def tensor_leaves(value: object) -> list[Tensor]:

@@ -5,7 +5,8 @@ The surprising fact: an object that can be taken apart need not be one that can 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -59,6 +60,80 @@ def test_a_result_that_cannot_be_rebuilt_is_eagers(where: Where, kind: type) -> 
         result = twin(where.randn(3, 8, seed=index))
         assert type(result) is kind
     assert twin.fallbacks == {"warming_up": 2, "unsupported_output": 2}
+
+
+@dataclass
+class Doubled:
+    """A dataclass that does not keep what it is made of."""
+
+    scale: int
+
+    def __post_init__(self) -> None:
+        self.scale *= 2
+
+
+@dataclass
+class Later:
+    """A dataclass with a field that its constructor does not know."""
+
+    first: Tensor
+    second: Tensor | None = field(init=False, default=None)
+
+
+class Weighted(list):
+    """A list that is more than its items."""
+
+    def __init__(self, items: list[Tensor], scale: float = 1.0) -> None:
+        super().__init__(items)
+        self.scale = scale
+
+
+class UsesOdd(nn.Module):
+    def forward(self, odd: object, x: Tensor) -> Tensor:
+        if isinstance(odd, (Two, Weighted)):
+            return odd[0] * getattr(odd, "scale", 2.0) - x
+        if isinstance(odd, Doubled):
+            return x * odd.scale
+        if isinstance(odd, dict):
+            name, value = next(iter(odd.items()))
+            return (value if isinstance(name, str) else name + value) - x
+        if isinstance(odd, slice):
+            return x[odd].sum() - x
+        return odd.first + (x.sin() if odd.second is None else odd.second) - x
+
+
+def _later(first: Tensor, second: Tensor) -> Later:
+    later = Later(first)
+    later.second = second
+    return later
+
+
+ODD = {
+    "a tuple made of its items one by one": Two,
+    "a dict made of its values": Named,
+    "a dataclass with a constructor of its own": Record,
+    "a dataclass that keeps something else": lambda a, b: Doubled(3),
+    "a dataclass with a field filled later": _later,
+    "a list with an attribute": lambda a, b: Weighted([a], 5.0),
+    "a tensor as a key": lambda a, b: {a: b},
+    "tensors in a slice": lambda a, b: slice(torch.tensor(1), torch.tensor(3)),
+}
+
+
+@pytest.mark.parametrize("capture", ["second_use", "first_use"])
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_an_argument_that_cannot_be_rebuilt_reaches_eager(
+    where: Where, make: Callable[[Tensor, Tensor], object], capture: str
+) -> None:
+    module = dit_graphs.wrap(UsesOdd(), backend=where.backend, capture=capture)
+    plain = UsesOdd()
+    for seed in range(5):
+        first, second, x = (where.randn(4, seed=10 * seed + index) for index in range(3))
+        result = module(make(first, second), x)
+        assert torch.equal(result, plain(make(first, second), x))
+    fallbacks = runner_of(module).stats.fallbacks
+    assert set(fallbacks) <= {Reason.WARMING_UP, Reason.UNSUPPORTED_ARGUMENT}
+    assert fallbacks[Reason.UNSUPPORTED_ARGUMENT] >= 4
 
 
 class Free(nn.Module):

@@ -251,6 +251,47 @@ def test_a_list_given_again_after_it_was_popped_is_another_call(where: Where) ->
     assert twin.replays >= 3
 
 
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("is_shared_at_first", [True, False])
+def test_a_list_given_twice_loses_its_entry_in_both_places(
+    where: Where, is_shared_at_first: bool, capture: str
+) -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor, some: list[Tensor], more: list[Tensor]) -> Tensor:
+            return x + some.pop() * len(more) + more.pop()
+
+    twin = Twin(Both(), where, capture=capture)
+    for is_shared in (is_shared_at_first, not is_shared_at_first):
+        for seed in range(6):
+            some = [where.randn(8, seed=10 * seed + index) for index in range(3)]
+            twin(where.randn(3, 8, seed=seed), some, some if is_shared else [*some])
+    assert "loses entries" in twin.details["python_state"]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("given", ["a tensor", "a number"])
+def test_a_size_that_pops_is_not_captured_from_what_its_plain_call_left(
+    where: Where, given: str, verify: bool
+) -> None:
+    """Another size of the same structure was simple, so the capture comes right after that call."""
+
+    class Pops5(nn.Module):
+        def forward(self, x: Tensor, more: dict[str, object], y: Tensor) -> Tensor:
+            if len(x) == 5:
+                return x * more.pop("scale", 1.0) - y
+            return x * more["scale"] - y
+
+    twin = Twin(Pops5(), where, verify=verify)
+    for rows in (3, 5):
+        for request in range(2):
+            with dit_graphs.request(8):
+                for step in range(8):
+                    scale = where.randn(8, seed=step) if given == "a tensor" else 2.5
+                    y = where.randn(8, seed=10 * request + step)
+                    twin(where.randn(rows, 8, seed=step), {"scale": scale}, y)
+    assert twin.graphs == 2 and set(twin.fallbacks) == {"warming_up"}
+
+
 def test_a_popped_argument_of_a_graph_that_is_wrong_is_whole_for_eager(graphing: Where) -> None:
     """The compare runs eager several times; each of them needs all entries."""
 
