@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from .ambient import ambient_state
 from .cache import Entry
@@ -19,6 +19,8 @@ from .calls import Call, Carried, Eager, RunnerOptions
 from .config import GraphConfig
 from .errors import Reason
 from .runner import GraphRunner
+from .tree import map_tensors
+from .watch import unwatched
 
 __all__ = ["CarryingRunner"]
 
@@ -40,7 +42,8 @@ class _Pure:
         with self._carried.deciding():
             result = self.__wrapped__(*args, **kwargs)
         after = self._carried.take()
-        self._carried.put(state)  # what a capture produced lies in a graph's memory
+        with unwatched():  # what a capture produced lies in a graph's memory, and goes
+            self._carried.put(map_tensors(state, Tensor.detach))  # it is ours that stays there
         return result, after
 
 

@@ -77,9 +77,11 @@ class Run:
 
     def __call__(self) -> object:
         """The result. Raises `CaptureAborted` where a replay could not change a container so."""
-        # fresh containers each time: a forward may pop from what it is given
-        given, named = self._on_buffers()
-        before = self._on_buffers()
+        # fresh containers each time: a forward may pop from what it gets. Fresh tensors too: ops
+        # make them, so that a watch sees who keeps one
+        own = {id(buffer): _alias(buffer) for buffer in self._buffers}
+        given, named = self._on(own)
+        before = self._on(own)
         result = self._forward.eager(*given, **named)
         taken = entries_taken(before, (given, named))
         if taken is None:
@@ -89,9 +91,9 @@ class Run:
         self.taken = taken
         return result
 
-    def _on_buffers(self) -> tuple[list[object], dict[str, object]]:
+    def _on(self, own: dict[int, Tensor]) -> tuple[list[object], dict[str, object]]:
         following = iter(self._buffers)
-        return self._in_own_containers(self._args, self._kwargs, lambda _: next(following))
+        return self._in_own_containers(self._args, self._kwargs, lambda _: own[id(next(following))])
 
     def _in_own_containers(
         self,
@@ -108,3 +110,8 @@ class Run:
         return [rebuilt(value) for value in args], {
             name: value if name in ignored else rebuilt(value) for name, value in kwargs.items()
         }
+
+
+def _alias(buffer: Tensor) -> Tensor:
+    alias: Tensor = torch.ops.aten.alias(buffer)
+    return alias.requires_grad_() if buffer.requires_grad else alias

@@ -195,8 +195,13 @@ class Observer(Watch):
             self._note_produced(result)
         if not self.in_break:  # a break's body runs on every replay
             for tensor in iter_tensors((result,)):
-                if tensor.device.type == self.device.type and storage_key(tensor) in self._produced:
+                if tensor.device.type == self.device.type and self._is_own(tensor):
                     self.escapes.note(tensor, traits.name)
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether a recording would have it in memory of its own, written on every replay."""
+        key = storage_key(tensor)
+        return key in self._produced or key in self._inputs
 
     def _note_produced(self, result: object) -> None:
         for tensor in iter_tensors((result,)):
@@ -274,6 +279,8 @@ class CaptureLog(Protocol):
 
     def is_produced(self, tensor: Tensor) -> bool: ...
 
+    def is_input(self, tensor: Tensor) -> bool: ...
+
 
 class Guard(Watch):
     """Watches a capture: constants come from the observation, host traffic aborts it."""
@@ -337,7 +344,7 @@ class Guard(Watch):
             for tensor in iter_tensors((result,)):
                 self._log.note_produced(tensor)
         for tensor in iter_tensors((result,)):
-            if self._log.is_produced(tensor):
+            if self._log.is_produced(tensor) or self._log.is_input(tensor):
                 self._escapes.note(tensor, traits.name)
         if traits.launches:
             self._log.note_launch()

@@ -126,6 +126,10 @@ class BreakLog:
         """Whether every replay rewrites this tensor's memory."""
         return storage_key(tensor) in self._produced
 
+    def is_input(self, tensor: Tensor) -> bool:
+        """Whether this is a static input, or a part of one: every call writes that anew."""
+        return storage_key(tensor) in self._inputs
+
     def next_break(self, site: BreakSite) -> RecordedBreak:
         """The observed break this one repeats. Raises `CaptureAborted` where they differ."""
         index = len(self.bound)

@@ -62,6 +62,49 @@ def test_a_tensor_left_with_a_list_keeps_the_module_eager(
     assert "is still held after the forward" in twin.details["state_escaped"]
 
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda x: x,
+    "a view of it": lambda x: x[:1],
+    "its data": lambda x: x.data,
+}
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_an_argument_left_with_a_list_keeps_the_module_eager(
+    where: Where, part: Callable[[Tensor], Tensor], capture: str
+) -> None:
+    """It would be a graph's input buffer, which the next call writes."""
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            _kept(kept, part(x))
+            return x.sin()
+
+    kept: list[Tensor] = []
+    twin = Twin(Keeps(), where, capture=capture)
+    given = [where.randn(3, 8, seed=seed) for seed in range(7)]
+    for x in given:
+        twin(x)
+    mine, plain = kept[::2], kept[1::2]
+    # what the passes were given, up to the one that found it out, were buffers: they hold still
+    assert len(mine) == 7 and _values(mine) == _values(plain)
+    assert twin.replays == 0 and "state_escaped" in twin.fallbacks
+
+
+def test_the_same_tensor_given_twice_is_one_tensor_to_a_pass(where: Where) -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * 2 if x is y else x * y
+
+    twin = Twin(Asks(), where)
+    for seed in range(6):
+        x = where.randn(3, 8, seed=seed)
+        result = twin.module(x, x)  # the copy would be given two: deepcopy is of each
+        assert torch.equal(result, x * 2)
+    assert twin.replays >= 3
+
+
 def test_a_returned_tensor_that_is_also_kept_has_escaped(where: Where) -> None:
     class Returns(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
