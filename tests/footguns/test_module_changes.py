@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import tiny
 import torch
+from blend import Blend, again, inputs, skip, swap, table, turn
 from diffusers import FluxPipeline
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers import transformer_flux
@@ -22,55 +23,7 @@ from dit_graphs.wrapping import runner_of
 INTERRUPTED: dict[str, bool] = {}  # no part of any module
 
 
-class Blend(nn.Module):
-    """Reads a little of everything that can change under a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-        self.act: nn.Module = nn.Tanh()
-        self.first = False
-        self.options = {"scale": 1.0, "fn": torch.relu}
-        self.skip = {1}
-        self.table = torch.arange(8.0).view(2, 4)
-
-    def forward(self, x: Tensor, row: Tensor) -> Tensor:
-        y = self.options["fn"](self.act(self.linear(x))) * self.options["scale"]
-        y = y + self.table[row]
-        if self.first:
-            self.first = False
-            return y * 2
-        return y * 3 if 3 in self.skip else y
-
-
-def _swap(module: Blend) -> None:
-    module.act = nn.Sigmoid().eval()  # no flag may give the swap away
-
-
-def _turn(module: Blend) -> None:
-    module.options["scale"] = 2.0
-
-
-def _skip(module: Blend) -> None:
-    module.skip.add(3)
-
-
-def _table(module: Blend) -> None:
-    # row 0 stays: the first compare after the change sees nothing
-    module.table = torch.cat([module.table[:1], module.table[1:] + 8.0])
-
-
-def _again(module: Blend) -> None:
-    module.first = True
-
-
-def _inputs(index: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(index)
-    return torch.randn(3, 4, generator=generator), torch.full((3,), index % 2)
-
-
-@pytest.mark.parametrize("change", [_swap, _turn, _skip, _table, _again])
+@pytest.mark.parametrize("change", [swap, turn, skip, table, again])
 def test_the_next_request_sees_it(change: Callable[[Blend], None]) -> None:
     """A weightless submodule, a value in a mixed dict, a set, a table, a one-shot flag."""
     module, plain = Blend().eval(), Blend().eval()
@@ -82,69 +35,9 @@ def test_the_next_request_sees_it(change: Callable[[Blend], None]) -> None:
                 change(plain)
             with dit_graphs.request(total_steps=6):
                 for step in range(6):
-                    x, row = _inputs(10 * image + step)
+                    x, row = inputs(10 * image + step)
                     assert torch.equal(module(x, row), plain(x, row)), (image, step)
     assert runner_of(module).stats.replays > 0
-
-
-def _assign(module: Blend) -> None:
-    fresh = {name: weight * 2 for name, weight in module.state_dict().items()}
-    module.load_state_dict(fresh, assign=True)
-
-
-def _child_assign(module: Blend) -> None:
-    fresh = {name: weight * 2 for name, weight in module.linear.state_dict().items()}
-    module.linear.load_state_dict(fresh, assign=True)
-
-
-def _move(module: Blend) -> None:
-    module.linear.double().float()
-
-
-def _write(module: Blend) -> None:
-    module.linear.weight.data.mul_(2)
-
-
-def _hook(module: Blend) -> None:
-    module.act.register_forward_hook(lambda module, given, result: result * 2)
-
-
-def _patch(module: Blend) -> None:
-    own = module.act.forward
-    module.act.forward = lambda x: own(x) * 2
-
-
-@pytest.mark.parametrize("is_noisy", [False, True])
-@pytest.mark.parametrize("at", range(1, 7))
-@pytest.mark.parametrize(
-    "change",
-    [_swap, _turn, _skip, _table, _again, _assign, _child_assign, _move, _write, _hook, _patch],
-)
-def test_the_next_call_of_a_request_by_hand_sees_it(
-    change: Callable[[Blend], None], at: int, is_noisy: bool
-) -> None:
-    """Whatever the call would have done: plain, capture, compare or replay, with traces or not."""
-
-    class Noisy(Blend):
-        def forward(self, x: Tensor, row: Tensor) -> Tensor:
-            y = super().forward(x, row)
-            return y + torch.rand_like(y) if is_noisy else y
-
-    module, plain = Noisy().eval(), Noisy().eval()
-    dit_graphs.wrap(module, backend="recorded")
-    with torch.no_grad(), dit_graphs.request(total_steps=12):
-        for step in range(12):
-            if step == at:
-                change(module)
-                change(plain)
-            results = []
-            for each in (module, plain):
-                torch.manual_seed(step)
-                results.append(each(*_inputs(step)))
-                results.append(torch.rand(2))
-            assert torch.equal(results[0], results[2]), step
-            assert torch.equal(results[1], results[3]), step
-    assert runner_of(module).stats.replays > 0 or change is _hook
 
 
 def test_an_interrupted_compare_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +58,14 @@ def test_an_interrupted_compare_proves_nothing(monkeypatch: pytest.MonkeyPatch) 
     one, two = torch.ones(1), torch.full((1,), 2.0)
     with torch.no_grad(), dit_graphs.request(total_steps=12):
         for index in range(6):
-            module(_inputs(index)[0], one)
+            module(inputs(index)[0], one)
         runner = runner_of(module)
         compares = runner.stats.compares
         monkeypatch.setitem(INTERRUPTED, "by hand", True)
         with pytest.raises(KeyboardInterrupt):
-            module(_inputs(7)[0], two)
+            module(inputs(7)[0], two)
         monkeypatch.undo()
-        x = _inputs(8)[0]
+        x = inputs(8)[0]
         assert torch.equal(module(x, two), x * two)
         assert runner.stats.compares == compares + 2  # tried, and tried again
 
@@ -202,7 +95,7 @@ def test_a_value_some_objects_below_the_module_is_seen(depth: int) -> None:
         module.lowest[0]().scale = 1.0 + image
         with torch.no_grad(), dit_graphs.request(total_steps=6):
             for step in range(6):
-                x = _inputs(10 * image + step)[0]
+                x = inputs(10 * image + step)[0]
                 assert torch.equal(module(x), x * (1.0 + image))
     assert runner_of(module).stats.replays >= 6
 
@@ -428,6 +321,6 @@ def test_a_number_of_the_class_counts_for_all_its_objects() -> None:
         Scaled.scale = 1.0 + image
         with torch.no_grad(), dit_graphs.request(total_steps=6):
             for step in range(6):
-                x = _inputs(10 * image + step)[0]
+                x = inputs(10 * image + step)[0]
                 assert torch.equal(module(x), x * (1.0 + image))
     assert runner_of(module).stats.replays >= 6

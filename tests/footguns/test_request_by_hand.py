@@ -1,0 +1,73 @@
+"""A loop of one's own, inside one request: whatever is exchanged counts from the next call on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from blend import Blend, again, inputs, skip, swap, table, turn
+from torch import Tensor
+
+import dit_graphs
+from dit_graphs.wrapping import runner_of
+
+
+def _assign(module: Blend) -> None:
+    fresh = {name: weight * 2 for name, weight in module.state_dict().items()}
+    module.load_state_dict(fresh, assign=True)
+
+
+def _child_assign(module: Blend) -> None:
+    fresh = {name: weight * 2 for name, weight in module.linear.state_dict().items()}
+    module.linear.load_state_dict(fresh, assign=True)
+
+
+def _move(module: Blend) -> None:
+    module.linear.double().float()
+
+
+def _write(module: Blend) -> None:
+    module.linear.weight.data.mul_(2)
+
+
+def _hook(module: Blend) -> None:
+    module.act.register_forward_hook(lambda module, given, result: result * 2)
+
+
+def _patch(module: Blend) -> None:
+    own = module.act.forward
+    module.act.forward = lambda x: own(x) * 2
+
+
+@pytest.mark.parametrize("is_noisy", [False, True])
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize(
+    "change",
+    [swap, turn, skip, table, again, _assign, _child_assign, _move, _write, _hook, _patch],
+)
+def test_the_next_call_of_a_request_by_hand_sees_it(
+    change: Callable[[Blend], None], at: int, is_noisy: bool
+) -> None:
+    """Whatever the call would have done: plain, capture, compare or replay, with traces or not."""
+
+    class Noisy(Blend):
+        def forward(self, x: Tensor, row: Tensor) -> Tensor:
+            y = super().forward(x, row)
+            return y + torch.rand_like(y) if is_noisy else y
+
+    module, plain = Noisy().eval(), Noisy().eval()
+    dit_graphs.wrap(module, backend="recorded")
+    with torch.no_grad(), dit_graphs.request(total_steps=12):
+        for step in range(12):
+            if step == at:
+                change(module)
+                change(plain)
+            results = []
+            for each in (module, plain):
+                torch.manual_seed(step)
+                results.append(each(*inputs(step)))
+                results.append(torch.rand(2))
+            assert torch.equal(results[0], results[2]), step
+            assert torch.equal(results[1], results[3]), step
+    assert runner_of(module).stats.replays > 0 or change is _hook
