@@ -21,7 +21,7 @@ from .cache import Entry, State
 from .config import GraphConfig
 from .constants import ConstantTable
 from .counters import RunnerStats
-from .effects import PythonState, storages_in
+from .effects import HostRandom, PythonState, storages_in
 from .errors import CaptureAborted, GraphError, Reason
 from .escapes import Escapes
 from .forward import Forward
@@ -133,13 +133,13 @@ class Capturer:
         Raises `CaptureAborted` where no capture of this code path can work.
         """
         inputs = _bound_buffers(entry, tensors, self.state.device)
-        random = self.state.random_state()
+        random, host = self.state.random_state(), HostRandom()
         policy = entry.plan.policy
         observer = Observer(self.forward.module, self.state.device, policy, inputs.buffers)
         call = self.forward.on(inputs.buffers, args, kwargs)
         output, result = self._pass(observer, call, random, entry, policy)
         entry.taken = call.taken
-        observation = observer.observation()
+        observation = replace(observer.observation(), draws_on_host=bool(host.moved()))
         if observation.is_random:
             # ops that may draw are many (every SDPA); what did draw has moved a generator
             moved = zip(random, self.state.random_state(), strict=True)

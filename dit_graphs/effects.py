@@ -9,9 +9,10 @@ when it was observed.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from operator import is_
 from types import ModuleType
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from .module_state import derived_names, is_ours
 from .watch import storage_key
 
-__all__ = ["PythonState", "Reach", "storages_in"]
+__all__ = ["HostRandom", "PythonState", "Reach", "storages_in"]
 
 _OURS = "_compiled_call_impl"
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -136,19 +137,43 @@ def _storage_keys(values: Iterable[object]) -> set[int]:
     return {storage_key(value) for value in values if isinstance(value, Tensor)}
 
 
+class HostRandom:
+    """Where the random streams of Python and numpy stand, which any forward may draw from."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = numpy.random if numpy is not None else None
+        # pickled: what a state is made of depends on the generator that is in use
+        self._state = pickle.dumps(self._numpy.get_state()) if self._numpy is not None else b""
+
+    def moved(self) -> list[str]:
+        """The names of the streams that something was drawn from since."""
+        names = ["random's stream"] if random.getstate() != self._python else []
+        if self._numpy is not None and pickle.dumps(self._numpy.get_state()) != self._state:
+            names.append("numpy.random's stream")
+        return names
+
+    def restore(self) -> list[str]:
+        """Both go on as they would have then; returns the names of those that had moved."""
+        names = self.moved()
+        if names:
+            random.setstate(self._python)
+            if self._numpy is not None:
+                self._numpy.set_state(pickle.loads(self._state))
+        return names
+
+
 class PythonState(_Attributes):
     """The attributes of a module tree as they are now, and the host's random generators."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__([module], _DEPTH, follows=False)
-        self._random = _random_states()
+        self._random = HostRandom()
 
     def restore(self) -> list[str]:
         """Everything is as it was at the start; returns the names that had changed."""
-        changed = super().restore()
-        for put_back, state in self._random:
-            put_back(state)
-        return changed
+        return [*super().restore(), *self._random.restore()]
 
 
 class Reach(_Attributes):
@@ -192,13 +217,3 @@ def _is_other(now: object, before: object, depth: int = _DEPTH) -> bool:
         pairs = list(zip(now, before, strict=False))
         return len(now) != len(before) or any(_is_other(*pair, depth - 1) for pair in pairs)
     return not (isinstance(now, _PLAIN) and now == before)
-
-
-def _random_states() -> list[tuple[Callable[[object], object], object]]:
-    states: list[tuple[Callable[[object], object], object]] = [
-        (random.setstate, random.getstate())  # type: ignore[list-item]
-    ]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        states.append((numpy.random.set_state, numpy.random.get_state()))
-    return states

@@ -39,6 +39,7 @@ _SEEN_IN_A_PASS = (
     Reason.HOST_COPY,
     Reason.CONSTANT_CHANGED,
     Reason.STATE_ESCAPED,
+    Reason.PYTHON_STATE,  # another thread may have drawn a random number meanwhile
 )
 _SOON_OVER = (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY, Reason.STATE_CHANGED)
 _SHOWN_LINES = 6

@@ -59,7 +59,10 @@ class HostRead:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Everything a capture must respect, found in one eager pass of one signature."""
+    """Everything a capture must respect, found in one eager pass of one signature.
+
+    `draws_on_host`: Python's or numpy's random numbers were drawn, which only a break may do.
+    """
 
     constants: ConstantTable
     host_reads: tuple[HostRead, ...]
@@ -70,6 +73,7 @@ class Observation:
     written_externals: tuple[Tensor, ...]
     launches: int
     break_launches: int
+    draws_on_host: bool = False
 
     @property
     def is_simple(self) -> bool:

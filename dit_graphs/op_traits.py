@@ -35,6 +35,8 @@ class OpTraits:
     is_view: bool
     is_plain: bool
     writes: tuple[int | str, ...]
+    writes_in_training: tuple[int, ...]  # without a word in the schema
+    training: int | None
     reads_host: bool
     is_random: bool
     is_allocation: bool
@@ -52,12 +54,27 @@ class OpTraits:
                 yield from iter_tensors((kwargs.get(place),))
             elif place < len(args):
                 yield from iter_tensors((args[place],))
+        if self.writes_in_training and (self.training is None or args[self.training]):
+            yield from iter_tensors(args[place] for place in self.writes_in_training)
 
 
 _HOST_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
 _NEVER_HOST_READ = ("aten::nonzero_static",)
 _WITH_MASKS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")  # without a tag
+# They move the averages they are given; the schemas of older ops do not say so.
+_MOVE_AVERAGES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+        "batch_norm_update_stats",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "native_batch_norm",
+    )
+)
+_AVERAGES = ("running_mean", "running_var")
 _ALLOCATIONS = frozenset(
     f"aten::{name}"
     for name in (
@@ -87,6 +104,8 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             writes.append(argument.name if argument.kwarg_only else position)
+    names = [argument.name for argument in schema.arguments]
+    moved = _AVERAGES if schema.name in _MOVE_AVERAGES else ()
     aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
     reads = schema.name in _WITH_MASKS or any(tag in func.tags for tag in _HOST_READ_TAGS)
     return OpTraits(
@@ -94,6 +113,8 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
         is_view=aliased and not writes,
         is_plain=not aliased,
         writes=tuple(writes),
+        writes_in_training=tuple(map(names.index, moved)),
+        training=names.index("training") if "training" in names else None,
         reads_host=reads and schema.name not in _NEVER_HOST_READ,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         is_allocation=schema.name in _ALLOCATIONS,

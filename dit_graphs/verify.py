@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .buffers import bits_equal
 from .cache import Entry
+from .effects import HostRandom
 from .errors import Reason
 from .memory import DeviceState
 from .tree import UnknownLeaf, freeze
@@ -66,12 +67,16 @@ class Undo:
         generators = observation.generators if observation is not None else ()
         self._state = state
         self._random = state.random_state()
+        draws = observation is not None and observation.draws_on_host
+        self._host = HostRandom() if draws else None
         self._externals = [(tensor, tensor.clone()) for tensor in written]
         self._inputs = [(tensors[index], tensors[index].clone()) for index in inputs]
         self._generators = [(generator, generator.get_state()) for generator in generators]
 
     def __call__(self) -> None:
         self._state.set_random_state(self._random)
+        if self._host is not None:
+            self._host.restore()
         for generator, state in self._generators:
             generator.set_state(state)
         for tensor, before in (*self._externals, *self._inputs):

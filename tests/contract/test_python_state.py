@@ -6,8 +6,6 @@ attribute that the user turns always belongs to the key.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -325,27 +323,6 @@ def test_a_caller_whose_list_is_extended_sees_it_extended(where: Where) -> None:
         twin(where.randn(3, 8, seed=index), outputs)
         assert torch.equal(outputs[0], where.randn(3, 8, seed=index) * 2)
     assert twin.replays == 0
-
-
-@pytest.mark.parametrize("capture", CAPTURES)
-def test_the_hosts_random_module_draws_once_per_call(where: Where, capture: str) -> None:
-    class Drops(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2 if random.random() < 2 else x
-
-    twin = Twin(Drops(), where, capture=capture)
-    random.seed(0)
-    stream = [random.random() for _ in range(3)]
-    random.seed(0)
-    x = where.randn(8)
-    if capture == "second_use":
-        twin.module(x)
-        twin.module(x)  # observed, and captured right after
-        expected = stream[2]
-    else:
-        twin.module(x)
-        expected = stream[1]
-    assert random.random() == expected
 
 
 def test_training_mode_flips_are_another_graph(where: Where) -> None:

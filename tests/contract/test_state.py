@@ -106,6 +106,18 @@ def test_a_tensor_attribute_is_written_once_per_call(graphing: Where) -> None:
     assert twin.replays == 4
 
 
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_averages_that_a_norm_moves_in_training(graphing: Where, capture: str) -> None:
+    """Its op says nothing of that in its schema."""
+    twin = Twin(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), graphing, capture=capture)
+    for is_training in (True, False):
+        for module in (twin.module, twin.plain):
+            module.train(is_training)
+        before = twin.replays
+        _runs(twin)
+        assert twin.replays >= before + 4, twin.details
+
+
 def test_a_rebound_buffer_keeps_the_module_eager(where: Where) -> None:
     class Rebinds(nn.Module):
         def __init__(self) -> None:

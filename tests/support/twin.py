@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
+import random
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -92,6 +95,15 @@ def set_random_state(device: torch.device, states: list[Tensor]) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
+def _host_streams() -> tuple[object, bytes]:
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
+def _set_host_streams(states: tuple[object, bytes]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(pickle.loads(states[1]))
+
+
 class Twin:
     """`module` wrapped, and a copy of it that never was."""
 
@@ -113,11 +125,12 @@ class Twin:
         What the model raises is raised, if both raise the same.
         """
         given = copy.deepcopy((args, kwargs))
-        before = random_state(self.where.device)
+        before, hosts = random_state(self.where.device), _host_streams()
         self.poison()
         result, error = _attempt(self.module, args, kwargs)
-        after = random_state(self.where.device)
+        after, hosts_after = random_state(self.where.device), _host_streams()
         set_random_state(self.where.device, before)
+        _set_host_streams(hosts)
         expected, expected_error = _attempt(self.plain, *given)
         if error is not None and repr(error) != repr(expected_error):
             raise AssertionError(
@@ -128,6 +141,7 @@ class Twin:
         self._check_traces((args, kwargs), given)
         stream = zip(after, random_state(self.where.device), strict=True)
         assert all(torch.equal(a, b) for a, b in stream), "the random stream is another"
+        assert hosts_after == _host_streams(), "Python's or numpy's random stream is another"
         if error is not None:
             raise error
         return result
