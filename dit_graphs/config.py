@@ -131,6 +131,16 @@ class GraphConfig:
                 "first request call warmup(pipe, [...]) at start, with the sizes you serve"
             )
 
+    @classmethod
+    def chosen(cls, config: object, overrides: Mapping[str, object]) -> GraphConfig:
+        """`config` (None: the defaults) with `overrides`. Raises `ConfigError` for another type."""
+        if config is not None and not isinstance(config, cls):
+            raise ConfigError(
+                f"config: expected a GraphConfig or None, got {config!r}: write GraphConfig(...), "
+                'or give fields by name, as in backend="full"'
+            )
+        return (config or cls()).with_overrides(**overrides)
+
     def with_overrides(self, **overrides: object) -> GraphConfig:
         """A copy with the given fields; an unknown name raises `ConfigError` with the list."""
         known = {f.name for f in fields(self)}

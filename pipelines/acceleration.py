@@ -316,7 +316,7 @@ def accelerate(target: T, config: GraphConfig | None = None, **overrides: object
     changes nothing, another config replaces the first. Raises `ConfigError`, with the target
     untouched, where it cannot be wrapped.
     """
-    config = (config or GraphConfig()).with_overrides(**overrides)
+    config = GraphConfig.chosen(config, overrides)
     config.check_available()
     existing = acceleration_of(target)
     if existing is not None and existing.config == config:

@@ -6,7 +6,8 @@ cache or offload hooks as well as one inside a pipeline, and a graph that skips 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import inspect
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -42,9 +43,10 @@ def wrap(
     (they must not be able to change the result). Results are the caller's own tensors.
     Raises `ConfigError`, with the module untouched.
     """
-    config = (config or GraphConfig()).with_overrides(**overrides)
+    config = GraphConfig.chosen(config, overrides)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    _check_options(module, config, method, key, ignore)
     know_holders(module)
     carried = StepCache(module) if method == "forward" else None
     backend = config.backend_for(RunnerOptions().component)
@@ -59,3 +61,28 @@ def wrap(
     )
     wrap_with(module, config, options, method=method)
     return module
+
+
+def _check_options(
+    module: nn.Module, config: GraphConfig, method: object, key: object, ignore: object
+) -> None:
+    """Raises `ConfigError` for what would fail in the first call, or be ignored in silence."""
+    if not isinstance(method, str):
+        raise ConfigError(f"method: expected a name, got {method!r}")
+    if key is not None and not callable(key):
+        raise ConfigError(f"key: expected a function that is called without arguments, got {key!r}")
+    for name in ("backend", "memory_budget"):
+        if isinstance(getattr(config, name), Mapping):
+            raise ConfigError(
+                f"{name}: wrap() serves one module, which is no component: give one value"
+            )
+    if isinstance(ignore, str) or not isinstance(ignore, (tuple, list, set, frozenset)):
+        raise ConfigError(f"ignore: expected a tuple of argument names, got {ignore!r}")
+    called = getattr(module, method, None)
+    if not ignore or not callable(called):
+        return
+    parameters = inspect.signature(called).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in ignore if name not in parameters and not takes_any]
+    if unknown:
+        raise ConfigError(f"ignore: {method} takes no {unknown}; it takes {list(parameters)}")

@@ -66,6 +66,39 @@ def test_an_unknown_field_is_refused_with_the_list_of_known_ones() -> None:
         GraphConfig(max_graph=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("config", [{"backend": "full"}, {}, "full", 3, 0, GraphConfig], ids=repr)
+def test_a_config_of_another_type_is_refused(config: object) -> None:
+    for put in (dit_graphs.wrap, dit_graphs.accelerate):
+        module = nn.Linear(4, 4)
+        before = dict(vars(module))
+        with pytest.raises(ConfigError, match="expected a GraphConfig"):
+            put(module, config)
+        assert vars(module) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"key": 3}, "key: expected a function"),
+        ({"method": 3}, "method: expected a name"),
+        ({"ignore": "step"}, "ignore: expected a tuple"),
+        ({"ignore": 3}, "ignore: expected a tuple"),
+        ({"ignore": ("step",)}, r"takes no \['step'\]; it takes \['x'\]"),
+        ({"backend": {"denoiser": "recorded"}}, "backend: .*one value"),
+        ({"memory_budget": {"vae": 5}}, "memory_budget: .*one value"),
+    ],
+    ids=str,
+)
+def test_an_option_of_wrap_that_would_do_nothing_is_refused(
+    options: dict[str, object], text: str
+) -> None:
+    module = Computes()
+    before = dict(vars(module))
+    with pytest.raises(ConfigError, match=text):
+        dit_graphs.wrap(module, **options)
+    assert vars(module) == before
+
+
 def test_config_errors_are_value_errors() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, dit_graphs.GraphError)
