@@ -111,6 +111,8 @@ class Capturer:
         plan = entry.plan
         if not (plan.is_simple and plan.has_captured) or entry.state is not State.SEEN:
             return False
+        if self.backend == "debug":  # nothing would tell that this call is not like the others
+            return False
         left = request.steps_left(entry.signature) if request is not None else None
         return left is not None and left >= 3 and self.admits(entry, request)
 

@@ -49,13 +49,13 @@ def test_the_module_is_swept_once_per_request(
     assert len(sweeps) == 7, "outside a request every call is its own"
 
 
-def test_a_change_between_requests_is_seen(where: Where) -> None:
-    twin = Twin(Scaled(), where)
+def test_a_change_between_requests_is_seen(graphing: Where) -> None:
+    twin = Twin(Scaled(), graphing)
     for scale in (1.0, 3.0, 1.0):
         twin.module.scale = twin.plain.scale = scale
         with dit_graphs.request(total_steps=5):
             for index in range(5):
-                twin(where.randn(3, 8, seed=index))
+                twin(graphing.randn(3, 8, seed=index))
     assert twin.captures == 2
     # the second scale is captured right after its plain step; the first one's graph is still there
     assert twin.replays == 2 + 3 + 5
@@ -72,15 +72,15 @@ def test_a_write_through_data_is_seen_outside_a_request(where: Where) -> None:
     assert twin.replays == 5
 
 
-def test_a_later_signature_is_captured_right_after_its_plain_step(where: Where) -> None:
+def test_a_later_signature_is_captured_right_after_its_plain_step(graphing: Where) -> None:
     """The code path is known: the second size loses one eager step less."""
-    twin = Twin(Scaled(), where)
+    twin = Twin(Scaled(), graphing)
     served = []
     for size in (3, 5, 7):
         before = twin.replays
         with dit_graphs.request(total_steps=8):
             for index in range(8):
-                twin(where.randn(size, 8, seed=index))
+                twin(graphing.randn(size, 8, seed=index))
         served.append(twin.replays - before)
     assert served == [5, 6, 6]
 

@@ -118,6 +118,16 @@ def test_averages_that_a_norm_moves_in_training(graphing: Where, capture: str) -
         assert twin.replays >= before + 4, twin.details
 
 
+def test_a_norm_put_into_training_after_a_graph_existed(where: Where) -> None:
+    """The code path is a known one, and so no pass of the new signature has to be watched."""
+    twin = Twin(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), where)
+    for is_training in (False, True):
+        for module in (twin.module, twin.plain):
+            module.train(is_training)
+        with dit_graphs.request(total_steps=7):
+            _runs(twin)
+
+
 def test_a_rebound_buffer_keeps_the_module_eager(where: Where) -> None:
     class Rebinds(nn.Module):
         def __init__(self) -> None:
