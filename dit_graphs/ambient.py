@@ -7,7 +7,9 @@ replayed under another would be silently wrong.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -16,7 +18,25 @@ from torch.utils._device import DeviceContext
 from .errors import Reason
 from .tree import Identity
 
-__all__ = ["ambient_state", "foreign_mode"]
+__all__ = ["ambient_state", "foreign_mode", "outside_modes"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_modes(look: Callable[P, R]) -> Callable[P, R]:
+    """`look` only asks tensors where they lie and what they are like.
+
+    Under `torch.set_default_device` each such question would take a way through Python, ten times
+    as long.
+    """
+
+    @wraps(look)
+    def looks(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return look(*args, **kwargs)
+
+    return looks
 
 
 def foreign_mode(device: torch.device) -> Reason | None:

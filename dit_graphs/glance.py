@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .ambient import outside_modes
 from .module_state import (
     HOOK_TABLES,
     LEAF_LIMIT,
@@ -57,6 +58,7 @@ class Glance:
     is gone: who exchanges them frees the old ones.
     """
 
+    @outside_modes
     def __init__(self, module: nn.Module, volatile: frozenset[str] = frozenset()) -> None:
         tree = _Tree(volatile)
         for path, child in module.named_modules():
@@ -73,6 +75,7 @@ class Glance:
         forget = partial(_forget, tree, self._values)  # nothing that leads back to this object
         self._deaths = [weakref.ref(child, forget) for child in module.modules()]
 
+    @outside_modes
     def is_same(self) -> bool:
         """Whether nothing was put, taken away, exchanged or moved since.
 
@@ -92,6 +95,7 @@ class Glance:
             return False
         return same and not tree.is_lost
 
+    @outside_modes
     def is_exactly_same(self) -> bool:
         """Whether a sweep would find what one found then."""
         return self.is_same() and self._exactly() == self._exact and self._classes.is_same()

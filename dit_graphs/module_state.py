@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .ambient import outside_modes
 from .tree import Identity, UnknownLeaf, freeze
 
 __all__ = [
@@ -87,6 +88,7 @@ def _own_weights(module: nn.Module) -> Iterator[Tensor]:
         yield from (tensor for tensor in table.values() if tensor is not None)
 
 
+@outside_modes
 def weight_keys(module: nn.Module) -> tuple[Hashable, ...]:
     """Where the weights of the whole tree lie now, as in `ModuleState.weights`."""
     return tuple(tensor_key(t) for child in module.modules() for t in _own_weights(child))
@@ -274,6 +276,7 @@ def callable_only(value: object) -> bool:
     return isinstance(value, type) or hasattr(value, "__code__") or hasattr(value, "__func__")
 
 
+@outside_modes
 def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleState:
     """The state of the whole tree now, without the attributes named in `volatile`."""
     state = _Sweep(volatile)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .ambient import outside_modes
 from .buffers import same_view, skew_bytes, span_bytes
 from .tree import LeafKeys, UnknownLeaf, freeze
 
@@ -252,6 +253,7 @@ def sign(
     return Signature(structure, specs, ambient, extra, value)
 
 
+@outside_modes
 def _specs(tensors: list[Tensor]) -> list[TensorSpec]:
     storages: dict[int, list[int]] = {}
     specs: list[TensorSpec] = []
