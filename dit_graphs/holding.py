@@ -210,7 +210,8 @@ class GraphHolding:
         worth = entry.worth(self.device)
         if self._capturer.is_worthless(entry):
             detail = f"{worth}, not kept"
-            self._reject(entry, Reason.COMPUTE_BOUND, detail)
+            self._settle_release(entry)
+            entry.block(Reason.COMPUTE_BOUND, detail)
             self.stats.tell(Reason.COMPUTE_BOUND, detail)
         elif worth is not None and not self.stats.has_estimate:
             self.stats.has_estimate = True
@@ -288,11 +289,6 @@ class GraphHolding:
         with self.state.replay_lock:  # not while another thread replays it
             self.state.settle()
             entry.release()
-
-    def _reject(self, entry: Entry, reason: Reason, detail: str) -> None:
-        """The entry's graph goes for good."""
-        self._settle_release(entry)
-        entry.block(reason, detail)
 
     def _evict(self, entry: Entry) -> None:
         log.info("%s: evicted %s", self.stats.component, self.describe(entry.signature))

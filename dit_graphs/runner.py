@@ -333,7 +333,7 @@ class GraphRunner(EagerCalls):
         reason = Reason.WARMING_UP
         if verdict.reason is not None:
             reason = verdict.reason
-            self._reject(entry, reason, verdict.detail)
+            self._refuse(entry, CaptureAborted(reason, verdict.detail))
         elif entry.state is State.CAPTURED:
             self._accept(entry, verdict)
         self.stats.count_eager(reason, verdict.detail, self._difference(reason, entry.signature))
@@ -361,7 +361,7 @@ class GraphRunner(EagerCalls):
                 self._refuse(entry, CaptureAborted(failure.reason, failure.detail))
             return  # such values are no caller's: the next call's own are compared
         if verdict.reason is not None:
-            self._reject(entry, verdict.reason, verdict.detail)
+            self._refuse(entry, CaptureAborted(verdict.reason, verdict.detail))
         else:
             self._accept(entry, verdict)
 

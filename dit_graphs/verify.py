@@ -115,17 +115,28 @@ def verify_call(
         raise
     clock.stop()
     eager_ms = clock.elapsed_ms(wait=True) or 0.0
-    difference = results_equal(result, replayed)
-    if difference is None:
-        inputs.prove(changed)
-        return Verdict(result, None, "", replay_ms, eager_ms)
-    after = Undo(state, entry, tensors)
-    again: str | None = None
-    for _ in range(MORE_RUNS):
-        undo()
-        again = results_equal(result, eager())
-        if again is not None:
-            break
-    after()
-    reason = Reason.VERIFY_MISMATCH if again is None else Reason.EAGER_NONDETERMINISTIC
-    return Verdict(result, reason, difference if again is None else again, replay_ms, eager_ms)
+    reason, detail = None, ""
+    try:
+        difference = results_equal(result, replayed)
+        if difference is None:
+            inputs.prove(changed)
+        else:
+            again = _disagrees(eager, result, undo, Undo(state, entry, tensors))
+            reason = Reason.VERIFY_MISMATCH if again is None else Reason.EAGER_NONDETERMINISTIC
+            detail = difference if again is None else again
+    except torch.OutOfMemoryError:  # the call itself is over: its result stands
+        reason, detail = Reason.OUT_OF_MEMORY, "while a graph was compared"
+    return Verdict(result, reason, detail, replay_ms, eager_ms)
+
+
+def _disagrees(eager: Callable[[], object], result: object, undo: Undo, after: Undo) -> str | None:
+    """How eager's further results differ from its first, if they do; no trace of them is left."""
+    try:
+        for _ in range(MORE_RUNS):
+            undo()
+            again = results_equal(result, eager())
+            if again is not None:
+                return again
+        return None
+    finally:
+        after()

@@ -142,3 +142,28 @@ def test_the_compare_that_runs_out_of_memory_leaves_the_random_stream(graphing: 
     twin(graphing.randn(3, 8, seed=2))
     assert "call_eager" not in vars(runner)
     assert twin.fallbacks == {"warming_up": 2, "out_of_memory": 1}
+
+
+@pytest.mark.parametrize("short", ["the comparison", "eager's second run", "the second comparison"])
+def test_a_compare_short_of_memory_after_eagers_call_returns_what_that_gave(
+    graphing: Where, short: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has written and drawn already: to run it once more would do both twice."""
+    twin = Twin(Once(), graphing)
+    for index in range(2):
+        twin(graphing.randn(3, 8, seed=index))
+    compared: list[None] = []
+
+    def results_equal(left: object, right: object) -> str | None:
+        compared.append(None)
+        if (short, len(compared)) in (("the comparison", 1), ("the second comparison", 2)):
+            raise torch.OutOfMemoryError("on purpose")
+        return "made up" if len(compared) == 1 else None
+
+    monkeypatch.setattr("dit_graphs.verify.results_equal", results_equal)
+    if short == "eager's second run":
+        _arm(torch.OutOfMemoryError, 2)
+    twin(graphing.randn(3, 8, seed=2))
+    assert compared and twin.graphs == 0
+    assert twin.fallbacks == {"warming_up": 2, "out_of_memory": 1}
+    twin(graphing.randn(3, 8, seed=3))
