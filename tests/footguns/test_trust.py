@@ -19,10 +19,10 @@ from dit_graphs.wrapping import runner_of
 
 
 class RemembersSums(nn.Module):
-    """Sums each mask once, by identity, in a place that no sweep of attributes reaches.
+    """Sums each mask once, known by its memory, in a place that no sweep of attributes reaches.
 
-    While a graph is captured its mask is one object, the static buffer, so the first mask's sum is
-    baked in.
+    While a graph is captured its mask is one, the static buffer, so the first mask's sum is baked
+    in.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,14 @@ class RemembersSums(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        known = _SUMS.get(id(mask))
-        if known is None or known[0] is not mask:  # kept in a way that no look for escapes sees
-            known = _SUMS[id(mask)] = (mask, mask.sum()[None].untyped_storage())
-        return self.linear(x) / torch.empty(0, device=x.device).set_(known[1])
+        memory = mask.untyped_storage()
+        if memory._cdata not in _SUMS:  # kept in a way that no look for escapes sees
+            _SUMS[memory._cdata] = memory, mask.sum()[None].untyped_storage()
+        _, total = _SUMS[memory._cdata]
+        return self.linear(x) / torch.empty(0, device=x.device).set_(total)
 
 
-_SUMS: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
+_SUMS: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
 
 def test_b09_a_baked_sum_passes_the_first_request_and_is_blocked_on_the_second(
