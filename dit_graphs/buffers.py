@@ -23,6 +23,7 @@ __all__ = [
     "skew_bytes",
     "span_bytes",
     "span_numel",
+    "version_of",
 ]
 
 _CPU_ALIGNMENT = 64
@@ -41,6 +42,11 @@ def span_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 def span_bytes(tensor: Tensor) -> int:
     """Bytes between the first and the last element of a tensor, both included."""
     return span_numel(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Changes with every write that torch sees; None where it counts none: under inference mode."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def same_view(one: Tensor, other: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Owns the eager call: the method as it would run without this package, with a counted reason.
 
 Must never know how a graph is made. The surprising fact: memory may run out because of the graphs
-alone, so a call that fails for want of it lets all of them go and runs once more, on the same
-random numbers.
+alone, so a call that fails for want of it lets all of them go and runs once more, from where it
+started; where that cannot be had again, the caller decides.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .buffers import version_of
 from .cache import Entry
 from .calls import Call
 from .counters import log
 from .errors import FallbackError, Reason, forget_refusals
 from .holding import GraphHolding
+from .memory import DeviceState
+from .taken import reached
+from .tree import PLAIN
 
 __all__ = ["EagerCalls"]
+
+_UNCHANGING = (*PLAIN, tuple)
 
 
 class EagerCalls(GraphHolding):
@@ -26,8 +32,7 @@ class EagerCalls(GraphHolding):
 
     def _miss(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:
         differs = self._difference(reason, entry.signature)
-        random = self.state.random_state()
-        return self._fall_back(reason, detail, call.args, call.kwargs, differs, random)
+        return self._fall_back(reason, detail, call.args, call.kwargs, differs)
 
     def _fall_back(
         self,
@@ -36,26 +41,66 @@ class EagerCalls(GraphHolding):
         args: tuple[object, ...],
         kwargs: dict[str, object],
         differs: Sequence[str] = (),
-        random: list[Tensor] | None = None,
     ) -> object:
         self.stats.count_eager(reason, detail, differs)
         self._watch.ran_eager = True
         if self.config.strict and not reason.is_asked_for:
             raise FallbackError(reason, detail) from None
+        start = None if reason is Reason.FOREIGN_MODE else _Start(self.state, args, kwargs)
         try:
             return self.call_eager(*args, **kwargs)
         except torch.OutOfMemoryError:
             held = self.state.pool_bytes()
             if not self.state.retire():
                 raise
+            can_repeat = start is not None and start.put_back()
             log.warning(
-                "%s: out of memory; %d MiB of graphs released, trying once more",
-                self.stats.component, held >> 20,
+                "%s: out of memory; %d MiB of graphs released%s", self.stats.component, held >> 20,
+                ", trying once more" if can_repeat else "; the call has changed what it was given",
             )  # fmt: skip
             self.stats.count_eager(Reason.OUT_OF_MEMORY, f"{held >> 20} MiB of graphs released")
-            if random is not None:  # what the first try drew is drawn again
-                self.state.set_random_state(random)
+            if not can_repeat:
+                raise
         except Exception as error:
             forget_refusals(error)
             raise
         return self.call_eager(*args, **kwargs)
+
+
+class _Start:
+    """What a call starts from, as far as a second try may have to find it again."""
+
+    def __init__(
+        self, state: DeviceState, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        self._state = state
+        self._random = state.random_state()
+        self._lists: list[tuple[list[object], list[object]]] = []
+        self._dicts: list[tuple[dict[object, object], dict[object, object]]] = []
+        self._tensors: list[tuple[Tensor, int | None]] = []
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._is_known = True  # nothing among it may have changed unseen, a cache object say
+        for value in reached((args, kwargs)):
+            if isinstance(value, Tensor):
+                self._tensors.append((value, version_of(value)))
+            elif type(value) is list:
+                self._lists.append((value, list(value)))
+            elif type(value) is dict:
+                self._dicts.append((value, dict(value)))
+            elif isinstance(value, torch.Generator):
+                self._generators.append((value, value.get_state()))
+            elif not isinstance(value, _UNCHANGING):
+                self._is_known = False
+
+    def put_back(self) -> bool:
+        """Random numbers, lists and dicts are as at the start; whether everything else is, too."""
+        self._state.set_random_state(self._random)
+        for generator, drawn in self._generators:
+            generator.set_state(drawn)
+        for items, before in self._lists:
+            items[:] = before
+        for named, was in self._dicts:
+            named.clear()
+            named.update(was)
+        is_unwritten = all(version_of(tensor) == version for tensor, version in self._tensors)
+        return self._is_known and is_unwritten

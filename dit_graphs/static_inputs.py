@@ -12,15 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .buffers import bits_equal, clone_layout, copy_layout, empty_like_layout, overlaps
+from .buffers import bits_equal, clone_layout, copy_layout, empty_like_layout, overlaps, version_of
 
 __all__ = ["StaticInputs"]
-
-
-def _version(tensor: Tensor) -> int | None:
-    if tensor.is_inference():
-        return None  # inference tensors do not count writes
-    return tensor._version
 
 
 def _tracked_like(buffer: Tensor, tensor: Tensor) -> Tensor:
@@ -63,7 +57,7 @@ class StaticInputs:
         bound = self._bound[index]
         if bound is None or bound[0] is not tensor or index in self.rebind_always:
             return False
-        return bound[1] is not None and bound[1] == _version(tensor)
+        return bound[1] is not None and bound[1] == version_of(tensor)
 
     def bind(self, tensors: list[Tensor]) -> None:
         """The buffers hold the tensors' values."""
@@ -74,7 +68,7 @@ class StaticInputs:
         for index, tensor in enumerate(tensors):
             if not self.is_bound(index, tensor):
                 stale.add(self.groups[index])
-                fresh.append((index, _version(tensor)))
+                fresh.append((index, version_of(tensor)))
                 self._bound[index] = None  # a copy that is interrupted binds nothing
         for index in stale:
             buffer, tensor = self.buffers[index], tensors[index]

@@ -7,7 +7,7 @@ holds; anything else that is done to a container keeps the call eager.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -17,7 +17,7 @@ from torch import Tensor
 from .signature import registered_leaves
 from .tree import map_tensors, unchanged
 
-__all__ = ["GIVEN_TWICE", "Taken", "entries_taken", "holds_twice", "repeatable", "take"]
+__all__ = ["GIVEN_TWICE", "Taken", "entries_taken", "holds_twice", "reached", "repeatable", "take"]
 
 GIVEN_TWICE = "a container that it was given twice loses entries"
 
@@ -75,18 +75,20 @@ def _gone(items: list[object], left: list[object]) -> tuple[int, ...] | None:
 
 def holds_twice(given: object) -> bool:
     """Whether one list or dict stands in two places: what goes from it is missing in both."""
-    seen: set[int] = set()
+    places = [id(value) for value in reached(given) if isinstance(value, (list, dict))]
+    return len(places) != len(set(places))
+
+
+def reached(given: object) -> Iterator[object]:
+    """All values in lists, tuples and dicts, these among them, once for each of their places."""
+    entered: set[int] = set()
     waiting = [given]
     while waiting:
         value = waiting.pop()
-        if not isinstance(value, (list, tuple, dict)):
-            continue
-        if not isinstance(value, tuple):
-            if id(value) in seen:
-                return True
-            seen.add(id(value))
-        waiting.extend(value.values() if isinstance(value, dict) else value)
-    return False
+        yield value
+        if isinstance(value, (list, tuple, dict)) and id(value) not in entered:
+            entered.add(id(value))
+            waiting.extend(value.values() if isinstance(value, dict) else value)
 
 
 def take(taken: tuple[Taken, ...], given: object) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "PLAIN",
     "Identity",
     "LeafKeys",
     "UnknownLeaf",
@@ -32,7 +33,7 @@ LeafKeys = Mapping[type, Callable[[object], Hashable]]
 _ORDINARY = (Tensor, nn.Parameter)
 _NO_KEYS: LeafKeys = MappingProxyType({})
 _SELF_KEYED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, type, bytes)
-_PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum, torch.Size)
+PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum, torch.Size)
 
 
 _known_by_parts: set[type] = set()
@@ -209,7 +210,7 @@ class _Mapper:
         if isinstance(node, Tensor):
             return self.fn(node)
         kind = type(node)
-        if kind in self.opaque or isinstance(node, (*_PLAIN, torch.Generator)):
+        if kind in self.opaque or isinstance(node, (*PLAIN, torch.Generator)):
             return node
         if isinstance(node, Mapping):
             items = {k: self.walk(v) for k, v in node.items()}

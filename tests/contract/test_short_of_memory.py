@@ -6,11 +6,15 @@ call. The surprising fact: plain eager would not have run it there, so nothing m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
-from twin import Twin, Where
+from twin import Twin, Where, difference, random_state, set_random_state
 
+import dit_graphs
 from dit_graphs import Reason, eager_on_graph
 from dit_graphs.static_inputs import StaticInputs
 
@@ -167,3 +171,70 @@ def test_a_compare_short_of_memory_after_eagers_call_returns_what_that_gave(
     assert compared and twin.graphs == 0
     assert twin.fallbacks == {"warming_up": 2, "out_of_memory": 1}
     twin(graphing.randn(3, 8, seed=3))
+
+
+class Cache:
+    """An object that a forward fills."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+
+
+class Starts(nn.Module):
+    """Changes what it is given, then runs out of memory if told to."""
+
+    def forward(self, x: Tensor, given: object) -> Tensor:
+        if isinstance(given, Tensor):
+            x = x + given.add_(1)
+        elif isinstance(given, list):
+            x = x + given.pop() * len(given)
+        elif isinstance(given, dict):
+            x = x + given.pop("scale", 7.0)
+        elif isinstance(given, torch.Generator):
+            x = x + torch.rand(8, generator=given, device=given.device)
+        elif isinstance(given, Cache):
+            given.items.append(x)
+            x = x + len(given.items)
+        x = x + torch.rand_like(x)
+        _raising.runs += 1
+        if _raising.runs == _raising.at:
+            raise _raising.error("on purpose")
+        return x
+
+
+GIVEN: dict[str, tuple[Callable[[Where], object], bool]] = {
+    "a tensor, written": (lambda where: where.randn(8, seed=1), False),
+    "a list, popped": (lambda where: [where.randn(8, seed=index) for index in range(3)], True),
+    "a dict, popped": (lambda where: {"scale": 2.0, "other": 1}, True),
+    "a generator": (lambda where: torch.Generator(where.device).manual_seed(3), True),
+    "an object of somebody's": (lambda where: Cache(), False),
+}
+
+
+@pytest.mark.parametrize("has_entry", [True, False])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_second_try_without_graphs_starts_where_the_first_did(
+    where: Where, name: str, has_entry: bool
+) -> None:
+    """Or is not made: where it could not start there, the caller gets the error."""
+    make, can_start_again = GIVEN[name]
+    holder = Twin(nn.Linear(8, 8), where)
+    holder.until_replayed(lambda index: (where.randn(3, 8, seed=index),))
+    module, plain, x = Starts(), Starts(), where.randn(3, 8)
+    dit_graphs.wrap(module, backend=where.backend)
+    _arm(torch.OutOfMemoryError, 1)
+    given, expected = make(where), make(where)
+    before = random_state(where.device)
+    with dit_graphs.disabled(module) if not has_entry else nullcontext():
+        if not can_start_again:
+            with pytest.raises(torch.OutOfMemoryError):
+                module(x, given)
+            assert holder.graphs == 0, "the next try has their memory"
+            return
+        result = module(x, given)
+    after = random_state(where.device)
+    set_random_state(where.device, before)
+    assert torch.equal(result, plain(x, expected))
+    assert all(map(torch.equal, after, random_state(where.device)))
+    if not isinstance(given, torch.Generator):
+        assert difference(given, expected) is None
