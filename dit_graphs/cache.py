@@ -7,10 +7,11 @@ so twenty sizes in turn over four graphs settle on four captures instead of thra
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,9 @@ from .watch import BreakPolicy
 from .worth import Worth
 
 __all__ = ["Entry", "GraphCache", "State", "StructurePlan"]
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 _MAX_ENTRIES = 2048
 _HALF_LIFE = 32.0  # requests after which a signature's past use counts half
@@ -205,8 +209,8 @@ class GraphCache:
         self._close = close
         self._now = 0
         self._request: int | None = None
-        self._scalars: dict[int, list[tuple[object, ...]]] = {}
-        self._varying: set[Hashable] = set()
+        self._scalars: dict[int, deque[tuple[object, ...]]] = {}
+        self._varying: dict[Hashable, None] = {}
 
     def find(self, signature: Signature, request: int | None) -> Entry | None:
         """The entry of a signature seen before, its use counted; None for a new one."""
@@ -237,13 +241,15 @@ class GraphCache:
         masked = signature.without_numbers()
         if masked in self._varying:
             return True
-        seen = self._scalars.setdefault(hash(masked), [])
+        seen = self._scalars.setdefault(hash(masked), deque(maxlen=3))
         seen.append(signature.numbers())
+        _bound(self._scalars)
         if len(seen) < 3:
             return False
-        columns = zip(*seen[-3:], strict=True)
+        columns = zip(*seen, strict=True)
         if any(len(set(column)) == 3 for column in columns):
-            self._varying.add(masked)
+            self._varying[masked] = None
+            _bound(self._varying)
             return True
         return False
 
@@ -257,14 +263,13 @@ class GraphCache:
         """A cold entry for a new signature. `path`: what picks the code path besides arguments."""
         structure = signature.argument_structure(), path
         plan = self.plans.setdefault(structure, StructurePlan(policy))
+        _bound(self.plans)
         entry = Entry(signature, plan, masked=hash(signature.without_numbers()))
         self.entries[signature] = entry
         self._touch(entry, request)
         if len(self.entries) > _MAX_ENTRIES:
-            oldest = min(
-                (e for e in self.entries.values() if not e.is_held), key=lambda e: e.last_use
-            )
-            del self.entries[oldest.signature]
+            unheld = [e for e in list(self.entries.values()) if not e.is_held]
+            self.entries.pop(min(unheld, key=lambda e: e.last_use).signature, None)
         return entry
 
     def unblock_all(self) -> None:
@@ -273,9 +278,10 @@ class GraphCache:
         At once where that is the first time, then after ever more uses: some modules set a tensor
         in every call, and neither a failing capture nor an offloaded weight gets better by that.
         """
-        for plan in self.plans.values():
+        # lists first, here and below: other threads may add some meanwhile
+        for plan in list(self.plans.values()):
             plan.stuck = 0
-        for entry in self.entries.values():
+        for entry in list(self.entries.values()):
             if entry.blocked is None or entry.blocked[0] is Reason.OFFLOAD:
                 continue
             if entry.chances:
@@ -290,13 +296,13 @@ class GraphCache:
 
         An entry that another thread has let go of stays gone.
         """
-        if signature not in self.entries and self.entries.pop(entry.signature, None) is entry:
+        if signature not in self.entries and self.entries.get(entry.signature) is entry:
+            del self.entries[entry.signature]
             entry.signature = signature
             self.entries[signature] = entry
 
     def held(self) -> list[Entry]:
         """Entries that hold a graph."""
-        # a list first: another thread may ask for a report while calls add entries
         return [entry for entry in list(self.entries.values()) if entry.is_held]
 
     def make_room(self, entry: Entry) -> bool:
@@ -335,3 +341,9 @@ class GraphCache:
         for entry in held:
             entry.release()
         return len(held)
+
+
+def _bound(known: dict[K, V]) -> None:
+    """What was noted first goes where there is too much of it; noted again, it is new."""
+    if len(known) > _MAX_ENTRIES:
+        known.pop(next(iter(known)), None)

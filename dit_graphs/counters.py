@@ -109,8 +109,9 @@ class RunnerStats:
             "captures": self.captures,
             "replays": self.replays,
             "eager_calls": self.eager_calls,
-            "fallbacks": {reason.value: count for reason, count in self.fallbacks.items()},
-            "details": {reason.value: text for reason, text in self.details.items()},
+            # lists first: a report may be asked for while other threads call
+            "fallbacks": {reason.value: count for reason, count in list(self.fallbacks.items())},
+            "details": {reason.value: text for reason, text in list(self.details.items())},
             "evictions": self.evictions,
             "invalidations": self.invalidations,
             "compares": self.compares,

@@ -137,7 +137,8 @@ class GraphHolding:
 
     def _own_key(self) -> Hashable:
         """What the users of this runner add to the key."""
-        keys = dict.fromkeys([self.options.key, *(guest.key for guest in self.guests.values())])
+        users = self.options, *self.guests.values()  # in one step: other threads attach and detach
+        keys = dict.fromkeys(options.key for options in users)
         return tuple(typed(key()) for key in keys if key is not None)
 
     def _guarded(self) -> tuple[Reason, str] | None:

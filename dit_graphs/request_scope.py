@@ -156,9 +156,18 @@ def request(total_steps: int | None = None) -> Iterator[Request]:
     if total_steps is not None and (isinstance(total_steps, bool) or total_steps < 0):
         raise ConfigError(f"total_steps: expected a number ≥ 0 or None, got {total_steps!r}")
     inner = Request(total_steps, outer=_current.get(), is_watched=True)
-    token = _current.set(inner)
+    _current.set(inner)
     try:
         yield inner
     finally:
         inner.close()
-        _current.reset(token)
+        _leave(inner)
+
+
+def _leave(over: Request) -> None:
+    """What was current before it is so again, unless a generator ends elsewhere than it began."""
+    running = _current.get()
+    while running is not None and running is not over:
+        running = running.outer
+    if running is not None:
+        _current.set(over.outer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -168,3 +170,19 @@ def test_threads_and_tasks_have_requests_of_their_own() -> None:
         return list(await asyncio.gather(task(1), task(2)))
 
     assert asyncio.run(both()) == [True, True]
+
+
+def test_a_generator_that_every_step_finds_in_another_context() -> None:
+    """As those of Gradio and of thread pools are: each step runs in a copy of the context."""
+
+    def steps() -> Iterator[int]:
+        with dit_graphs.request(total_steps=2):
+            yield from range(2)
+
+    running = steps()
+    with dit_graphs.request() as ours:
+        copies = [contextvars.copy_context() for _ in range(3)]
+        assert [copy.run(next, running, None) for copy in copies] == [0, 1, None]
+        assert [copy.run(current_request) for copy in copies[1:]] == [ours, ours]
+        assert current_request() is ours
+    assert current_request() is None

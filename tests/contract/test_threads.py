@@ -15,6 +15,8 @@ from twin import Where
 
 import dit_graphs
 from dit_graphs import Reason, eager_on_graph
+from dit_graphs.calls import RunnerOptions
+from dit_graphs.counters import RunnerStats
 from dit_graphs.errors import CaptureAborted
 from dit_graphs.gate import CaptureGate
 from dit_graphs.memory import HostState
@@ -314,6 +316,39 @@ def test_runners_may_come_and_go_while_somebody_looks_at_them_all() -> None:
         state.holders.add(kept[2])
         state.holders.discard(holder)
     assert len(seen) == 2 and list(state.holders) == [kept[2]]
+
+
+def test_a_report_while_another_thread_counts() -> None:
+    class Late:
+        """A reason in whose turn another thread counts the next one."""
+
+        @property
+        def value(self) -> str:
+            stats.count_eager(Reason.HOST_READ)
+            return "late"
+
+    stats = RunnerStats("module")
+    stats.fallbacks[Late()] = stats.details[Late()] = 1
+    report = stats.as_dict()
+    assert report["fallbacks"] == {"late": 1}
+
+
+def test_a_module_shared_while_another_thread_calls_it() -> None:
+    class Late:
+        """Options in whose turn another thread shares the module, too."""
+
+        guard = None
+
+        @property
+        def key(self) -> None:
+            runner.attach(object(), RunnerOptions())
+
+    module = dit_graphs.wrap(nn.Linear(8, 8), backend="recorded")
+    runner = runner_of(module)
+    for _ in range(2):
+        runner.attach(object(), Late())
+    with torch.no_grad():
+        assert torch.equal(module(torch.ones(8)), runner.eager(torch.ones(8)))
 
 
 @pytest.mark.gpu

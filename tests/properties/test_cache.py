@@ -6,11 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dit_graphs.cache import Entry, GraphCache, State
+from dit_graphs.errors import Reason
 from dit_graphs.signature import Signature, sign
 from dit_graphs.watch import BreakPolicy
 
@@ -137,6 +139,46 @@ def test_the_number_of_known_signatures_is_bounded() -> None:
     assert len(traffic.cache.entries) <= 2048
     for entry in traffic.cache.held():
         assert entry.signature in traffic.cache.entries
+
+
+def test_what_is_known_of_code_paths_and_numbers_is_bounded() -> None:
+    cache = GraphCache(2, lambda entry: entry.release())
+    for call in range(2600):
+        signature = sign({"prompt": str(call), "strength": call / 7}, None, None, [])
+        assert cache.find(signature, call) is None and not cache.varies(signature)
+        cache.add(signature, BreakPolicy(), call)
+    for known in (cache.plans, cache._scalars):
+        assert len(known) == 2048
+    numbers = [sign({"x": 1, "strength": call / 7}, None, None, []) for call in range(9)]
+    assert [cache.varies(signature) for signature in numbers] == [False] * 2 + [True] * 7
+
+
+def test_another_thread_may_add_an_entry_while_all_are_given_a_chance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = GraphCache(2, lambda entry: entry.release())
+    for size in range(1, 4):
+        cache.add(_signature(size), BreakPolicy(), None).block(Reason.HOST_READ, "")
+    unblock = Entry.unblock
+
+    def unblock_late(self: Entry) -> None:
+        cache.add(_signature(4), BreakPolicy(), None, path="another")
+        unblock(self)
+
+    monkeypatch.setattr(Entry, "unblock", unblock_late)
+    cache.unblock_all()
+    assert len(cache.entries) == 4
+    assert not any(entry.state is State.BLOCKED for entry in cache.entries.values())
+
+
+def test_an_entry_let_go_leaves_the_one_in_its_place_alone() -> None:
+    cache = GraphCache(2, lambda entry: entry.release())
+    gone = cache.add(_signature(1), BreakPolicy(), None)
+    cache.entries.clear()
+    present = cache.add(_signature(1), BreakPolicy(), None)
+    present.recording = _Graph()
+    cache.rekey(gone, _signature(2))
+    assert cache.held() == [present] and list(cache.entries) == [_signature(1)]
 
 
 def test_a_graph_that_saves_more_is_kept_longer() -> None:
