@@ -97,6 +97,7 @@ class Entry:
     observation: Observation | None = None
     inputs: StaticInputs | None = None
     taken: tuple[Taken, ...] = ()  # what the forward takes out of the caller's containers
+    private: frozenset[int] = frozenset()  # storages in which no argument may lie
     recording: Recording[object] | None = None
     clock: Stopwatch | None = None
     host_ms: float = 0.0

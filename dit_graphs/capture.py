@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .aliasing import SHARED_WRITE, private_storages, shares_writes
 from .backends import CapturePlan, Recording, make_backend, refusal_of
 from .breaks import handling_breaks
 from .buffers import clone_layout
@@ -139,7 +140,7 @@ class Capturer:
         policy = entry.plan.policy
         observer = Observer(self.forward.module, self.state.device, policy, inputs.buffers)
         call = self.forward.on(inputs.buffers, args, kwargs)
-        output, result = self._pass(observer, call, random, entry, policy)
+        output, result = self._pass(observer, call, random, entry, tensors)
         entry.taken = call.taken
         observation = replace(observer.observation(), draws_on_host=bool(host.moved()))
         if observation.is_random:
@@ -168,7 +169,7 @@ class Capturer:
         call: Callable[[], object],
         random: list[Tensor],
         entry: Entry,
-        policy: BreakPolicy,
+        tensors: list[Tensor],
     ) -> tuple[object, object]:
         """Runs the call where plain eager would; after a failure no trace of it is left.
 
@@ -181,15 +182,14 @@ class Capturer:
         try:
             with (
                 self.forward.conditions(),
-                breaking_modules(self.forward.module, policy.modules),
+                breaking_modules(self.forward.module, entry.plan.policy.modules),
                 handling_breaks(observer),
                 observer,
             ):
                 output = call()
-            if _written_overlap(entry, observer.observation().written_inputs):
-                raise CaptureAborted(
-                    Reason.UNSUPPORTED_ARGUMENT, "written in place and overlapping another"
-                )
+            module, specs = self.forward.module, entry.signature.tensors
+            if shares_writes(specs, tensors, observer.observation(), module):
+                raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, SHARED_WRITE)
             return output, _own(output)
         except Exception as error:
             self.state.set_random_state(random)
@@ -309,6 +309,7 @@ class Capturer:
                 recording.close()
                 raise CaptureAborted(Reason.STATE_ESCAPED, escaped)
             inputs.rebind_always, entry.taken = observation.written_inputs, call.taken
+            entry.private = private_storages(observation, self.forward.module)
             entry.recording, entry.backend, entry.state = recording, name, State.CAPTURED
             entry.capture_ms = (time.perf_counter() - started) * 1e3
         # from here on other threads may let go of it with all other graphs
@@ -376,14 +377,6 @@ def _own(output: object) -> object:
         return map_tensors(output, clone_layout, keep_unknown=True)
     except UnknownLeaf:
         return output
-
-
-def _written_overlap(entry: Entry, written: frozenset[int]) -> bool:
-    """Whether an argument written in place shares part of its memory with another one."""
-    specs = entry.signature.tensors
-    tied = {index for index, spec in enumerate(specs) if spec.overlaps}
-    tied |= {other for spec in specs for other, _ in spec.overlaps}
-    return bool(tied & written)
 
 
 def _outermost(paths: dict[str, None]) -> list[str]:

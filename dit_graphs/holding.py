@@ -40,6 +40,7 @@ _SEEN_IN_A_PASS = (
     Reason.CONSTANT_CHANGED,
     Reason.STATE_ESCAPED,
     Reason.PYTHON_STATE,  # another thread may have drawn a random number meanwhile
+    Reason.UNSUPPORTED_ARGUMENT,  # state of the module, this once
 )
 _SOON_OVER = (Reason.CAPTURE_GATE_BUSY, Reason.NESTED_REPLAY, Reason.STATE_CHANGED)
 _SHOWN_LINES = 6
@@ -173,12 +174,11 @@ class GraphHolding:
         if refusal.reason in _SHORT_OF_MEMORY:
             held = f"graphs hold {self.state.pool_bytes() >> 20} MiB"
             refusal = CaptureAborted(refusal.reason, f"{refusal.detail}; {held}".lstrip("; "))
-        if refusal.reason in _SOON_OVER:
+        if refusal.reason in (*_SOON_OVER, *_SHORT_OF_MEMORY):
             entry.attempts += 1
-            entry.block(refusal.reason, refusal.detail, entry.uses + 2 ** min(entry.attempts, 6))
-        elif refusal.reason in _SHORT_OF_MEMORY:
-            entry.attempts += 1
-            entry.block(refusal.reason, refusal.detail, entry.uses + 32 * entry.attempts)
+            is_soon = refusal.reason in _SOON_OVER
+            wait = 2 ** min(entry.attempts, 6) if is_soon else 32 * entry.attempts
+            entry.block(refusal.reason, refusal.detail, entry.uses + wait)
         elif refusal.reason in _SEEN_IN_A_PASS:
             entry.block_until_retry(refusal.reason, refusal.detail)
         else:

@@ -14,6 +14,7 @@ import time
 import torch
 from torch import Tensor, nn
 
+from .aliasing import SHARED_WRITE, lies_in
 from .ambient import ambient_state, foreign_mode
 from .cache import Entry, GraphCache, State
 from .calls import (
@@ -136,6 +137,8 @@ class GraphRunner(EagerCalls):
             entry = self.cache.add(signature, self.options.policy, number, self._own_key())
         if entry.taken and holds_twice(arguments):
             raise CaptureAborted(Reason.PYTHON_STATE, GIVEN_TWICE)
+        if entry.private and lies_in(tensors, entry.private):
+            raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, SHARED_WRITE)
         if request is not None:
             request.count(signature)
         normal = positional, named, arguments, tensors

@@ -227,6 +227,34 @@ def test_views_that_overlap_and_are_written_stay_eager(where: Where) -> None:
     assert twin.replays == 3, "the two halves of one tensor do not touch"
 
 
+class Remembers(nn.Module):
+    """Writes what it holds before it reads the argument, and the argument before what it holds."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.writes = writes
+        self.register_buffer("held", torch.zeros(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.held if self.writes == "state" else x).add_(1.0)
+        return x * 2 + self.held
+
+
+@pytest.mark.parametrize("first", [0, 3, 6])
+@pytest.mark.parametrize("writes", ["state", "argument"])
+def test_state_of_the_module_that_is_an_argument_too(where: Where, writes: str, first: int) -> None:
+    """Eagerly one memory, in a graph two: the held tensor, and a buffer with its values."""
+    twin = Twin(Remembers(writes), where)
+    for index in range(first):
+        twin(where.randn(3, 8, seed=index))
+    for view in (slice(None), slice(None), slice(3), slice(3), slice(3)):
+        mine, theirs = (module(module.held[view]) for module in (twin.module, twin.plain))
+        assert torch.equal(mine, theirs)
+        assert torch.equal(twin.module.held, twin.plain.held)
+    for index in range(3):
+        twin(where.randn(3, 8, seed=index))
+
+
 def test_views_that_overlap_and_are_only_read_are_graphed(where: Where) -> None:
     class Both(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
