@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Integral
 from types import FrameType
 
 from .errors import ConfigError
@@ -151,10 +152,11 @@ def request(total_steps: int | None = None) -> Iterator[Request]:
     Between its calls a look shows whether the module is still what was checked: weights, layers,
     hooks and attributes exchanged by hand count from the next call on; a function or attribute of
     a class, from the next request on.
-    Raises `ConfigError` for a negative number of steps.
+    Raises `ConfigError` for what is no whole number of steps.
     """
-    if total_steps is not None and (isinstance(total_steps, bool) or total_steps < 0):
-        raise ConfigError(f"total_steps: expected a number ≥ 0 or None, got {total_steps!r}")
+    is_number = isinstance(total_steps, Integral) and not isinstance(total_steps, bool)
+    if total_steps is not None and not (is_number and total_steps >= 0):
+        raise ConfigError(f"total_steps: expected a whole number ≥ 0 or None, got {total_steps!r}")
     inner = Request(total_steps, outer=_current.get(), is_watched=True)
     _current.set(inner)
     try:

@@ -114,8 +114,8 @@ def test_a_begun_request_lasts_until_the_next_or_its_end() -> None:
     assert ended == ["first"]
 
 
-@pytest.mark.parametrize("steps", [-1, True])
-def test_a_negative_number_of_steps_is_refused(steps: int) -> None:
+@pytest.mark.parametrize("steps", [-1, True, 1.5, float("nan"), "8", torch.tensor(8)])
+def test_what_is_no_number_of_steps_is_refused(steps: object) -> None:
     with pytest.raises(ConfigError, match="total_steps"), dit_graphs.request(total_steps=steps):
         pass
 
