@@ -154,7 +154,7 @@ def request(total_steps: int | None = None) -> Iterator[Request]:
     a class, from the next request on.
     Raises `ConfigError` for what is no whole number of steps.
     """
-    is_number = isinstance(total_steps, Integral) and not isinstance(total_steps, bool)
+    is_number = isinstance(total_steps, (int, Integral)) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_number and total_steps >= 0):
         raise ConfigError(f"total_steps: expected a whole number ≥ 0 or None, got {total_steps!r}")
     inner = Request(total_steps, outer=_current.get(), is_watched=True)
