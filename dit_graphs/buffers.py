@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "bits_equal",
+    "bits_of",
     "clone_layout",
     "copy_layout",
     "empty_layout",
@@ -132,19 +133,21 @@ def clone_layout(tensor: Tensor) -> Tensor:
     return copy
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """Its elements as whole numbers of the same bits; a complex one's as two each."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_floating_point():
+        return tensor.contiguous().view(_BITS[tensor.element_size()])
+    return tensor
+
+
 def bits_equal(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same bits (NaN equals the same NaN, 0.0 is not -0.0)."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    if left.is_complex():
-        left, right = (
-            torch.view_as_real(left.resolve_conj()),
-            torch.view_as_real(right.resolve_conj()),
-        )
-    if left.is_floating_point():
-        bits = _BITS[left.element_size()]
-        left, right = left.contiguous().view(bits), right.contiguous().view(bits)
-    return torch.equal(left, right)  # sync: a verdict is needed before the graph is trusted
+    # sync: a verdict is needed before the graph is trusted
+    return torch.equal(bits_of(left), bits_of(right))
 
 
 def poison(tensor: Tensor) -> None:

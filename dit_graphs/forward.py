@@ -61,18 +61,18 @@ class Run:
         self._forward = forward
         self._buffers = buffers
         self._holds_twice = holds_twice((args, kwargs))
-        found: list[Tensor] = []
+        places: list[Tensor] = []
 
-        def note(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
+        def place(_: Tensor) -> Tensor:
+            places.append(torch.empty(0))  # the caller's may go
+            return places[-1]
 
         # as they are now: the caller's own lose what the forward takes out of them
         try:
-            self._args, self._kwargs = self._in_own_containers(args, kwargs, note)
+            self._args, self._kwargs = self._in_own_containers(args, kwargs, place)
         except UnknownLeaf as leaf:  # taken apart is not yet put together again
             raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, leaf.kind) from None
-        if len(found) != len(buffers):  # as a key, in a slice: there none can be exchanged
+        if len(places) != len(buffers):  # as a key, in a slice: there none can be exchanged
             raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, "a tensor where none is expected")
 
     def __call__(self) -> object:

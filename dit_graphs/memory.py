@@ -275,7 +275,8 @@ class CudaState(DeviceState):
     def _trivial_graph(self, pool: PoolId) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         seed = torch.zeros(1, device=self.device)
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        quiet, here = self.quiet_collector(), torch.cuda.device(self.device)
+        with quiet, here, torch.cuda.stream(self.stream):
             self.stream.wait_stream(torch.cuda.default_stream(self.device))
             torch._C._cuda_clearCublasWorkspaces()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .buffers import bits_equal
+from .buffers import bits_equal, bits_of
 from .cache import Entry
 from .effects import HostRandom
 from .errors import Reason
@@ -53,7 +53,8 @@ def results_equal(left: object, right: object) -> str | None:
 
 
 def _difference(one: Tensor, other: Tensor) -> str:
-    wrong = (one != other).float().mean().item()  # sync: a message about a failure
+    # sync: a message about a failure
+    wrong = (bits_of(one) != bits_of(other)).float().mean().item()
     return f"{wrong:.1%} of {one.numel()} elements differ"
 
 

@@ -5,6 +5,8 @@ What a graph cannot serve is eager with the right reason; what it serves is eage
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -271,3 +273,15 @@ def test_a_capture_made_in_inference_mode_serves_callers_outside_it(
         with torch.inference_mode() if index < 3 else torch.no_grad():
             twin(x)
     assert twin.replays >= 5
+
+
+def test_no_tensor_of_the_caller_stays_with_a_graph(where: Where) -> None:
+    twin = Twin(nn.Linear(8, 8), where)
+    given = []
+    for seed in range(5):
+        x = where.randn(3, 8, seed=seed)
+        given.append(weakref.ref(x))
+        twin(x)
+        del x
+    assert twin.replays >= 2
+    assert not any(tensor() is not None for tensor in given)

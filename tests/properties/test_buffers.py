@@ -22,6 +22,7 @@ from dit_graphs.buffers import (
     span_numel,
 )
 from dit_graphs.static_inputs import StaticInputs
+from dit_graphs.verify import results_equal
 
 FAST = settings(
     max_examples=80,
@@ -180,3 +181,14 @@ def _add(tensor: Tensor) -> None:
         if step == 0 and tensor.shape[dim] > 1:
             target, copy = target.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
     target.copy_(copy)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [([0.0, 1.0], [-0.0, 1.0]), ([float("nan"), 1.0], [float("nan"), 2.0])]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_what_differs_is_told_in_bits(
+    dtype: torch.dtype, one: list[float], other: list[float]
+) -> None:
+    mine, theirs = torch.tensor(one).to(dtype), torch.tensor(other).to(dtype)
+    assert results_equal(mine, theirs) == "output 0: 50.0% of 2 elements differ"
