@@ -145,12 +145,12 @@ class GraphRunner(EagerCalls):
         return Call(given, args, kwargs, *normal, request, draws, must_look), entry
 
     def _serve(self, entry: Entry, call: Call) -> object:
-        is_ready = entry.state is State.READY
-        if is_ready and not entry.has_effects:
-            return self._replay(entry, call)  # looks while the device works
-        if self._is_outdated(call):
-            return self._serve_anew(entry, call)
-        if is_ready:
+        """An eager call that teaches nothing is right whatever the module is like: it looks at
+        nothing. A replay that can be given up without a trace looks while the device works.
+        """
+        if entry.state is State.READY:
+            if entry.has_effects and self._is_outdated(call):
+                return self._serve_anew(entry, call)
             return self._replay(entry, call)
         if entry.state is State.CAPTURED:
             return self._compare(entry, call)
@@ -178,27 +178,34 @@ class GraphRunner(EagerCalls):
             return self._miss(entry, call, Reason.WARMUP_ONLY)
         if self.state.is_replaying_here():  # whoever is only called there never replays
             return self._plain(entry, call, Reason.NESTED_REPLAY)
+        if self._is_put_off(entry, call):
+            return self._plain(entry, call, Reason.NOT_ADMITTED)
+        if self._is_outdated(call):
+            return self._serve_anew(entry, call)
         if not self._learning.acquire(blocking=False):  # another thread is learning the module
             return self._plain(entry, call)
         try:
-            return self._learn_alone(entry, call)
+            if not self._starts_plain(entry):
+                return self._observe_and_capture(entry, call)
+            result = self._plain(entry, call)
+            if self._capturer.may_capture_now(entry, call.request):
+                self._capture(entry, call)
+            return result
         finally:
             self._learning.release()
 
-    def _learn_alone(self, entry: Entry, call: Call) -> object:
-        first = entry.state is State.COLD
-        if first and self.config.capture != "first_use" and not self._capturer.is_warming_up:
-            result = self._plain(entry, call)
-            is_soon = self._capturer.may_capture_now(entry, call.request)
-            if is_soon and call.is_whole(entry.signature):
-                self._capture(entry, call)
-            return result
+    def _starts_plain(self, entry: Entry) -> bool:
+        is_first = entry.state is State.COLD and self.config.capture != "first_use"
+        return is_first and not self._capturer.is_warming_up
+
+    def _is_put_off(self, entry: Entry, call: Call) -> bool:
+        """Whether a call is to pass in which nothing is learned."""
+        if self._starts_plain(entry):
+            return False
         is_early = entry.uses < entry.plan.uses_before_observation
         if is_early and not self._capturer.is_warming_up:
-            return self._plain(entry, call, Reason.NOT_ADMITTED)
-        if not self._capturer.admits(entry, call.request):
-            return self._plain(entry, call, Reason.NOT_ADMITTED)
-        return self._observe_and_capture(entry, call)
+            return True
+        return not self._capturer.admits(entry, call.request)
 
     def _plain(self, entry: Entry, call: Call, reason: Reason = Reason.WARMING_UP) -> object:
         if entry.state is State.COLD:
@@ -316,6 +323,8 @@ class GraphRunner(EagerCalls):
         return result
 
     def _compare(self, entry: Entry, call: Call) -> object:
+        if self._is_outdated(call):
+            return self._serve_anew(entry, call)
         self.stats.compares += 1
         self._watch.before_pass()
         verdict: Verdict | None = None
