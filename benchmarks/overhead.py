@@ -3,9 +3,10 @@
 Owns two measurements. Host milliseconds per replayed step, with 1, 10 and 100 graphs held, beside
 the time the driver alone takes to launch the same graph, and its stages in a loop of replays and
 right after an eager forward; the same in a `request()` of one's own, where each call also looks at
-the module while the device works. And the wall time of a wrapped module that never replays, over the
-plain module's. The surprising fact: the same step costs the same host half as much again a minute
-later, so numbers of graphs held that are measured one after the other compare minutes, not graphs.
+the module while the device works. And the wall time of a wrapped module that never replays, over
+the plain module's. The surprising fact: the same step costs the same host half as much again a
+minute later, so numbers of graphs held that are measured one after the other compare minutes, not
+graphs.
 
 Prints a table, then one line of JSON. Exits 1 when a call did not run the way that is measured.
 """
