@@ -11,7 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
+from types import MethodType
 from typing import TypeVar
+from weakref import WeakMethod
 
 import torch
 
@@ -207,7 +209,8 @@ class GraphCache:
         self.limit = limit
         self.entries: OrderedDict[Signature, Entry] = OrderedDict()
         self.plans: dict[Hashable, StructurePlan] = {}
-        self._close = close
+        # a method weakly: its owner holds us, and in a cycle weights would wait for the collector
+        self._close = WeakMethod(close) if isinstance(close, MethodType) else lambda: close
         self._now = 0
         self._request: int | None = None
         self._scalars: dict[int, deque[tuple[object, ...]]] = {}
@@ -326,7 +329,9 @@ class GraphCache:
             return False
         victim.evictions += 1
         victim.requests_at_eviction = victim.requests
-        self._close(victim)
+        close = self._close()
+        assert close is not None, "the owner of this cache is gone"
+        close(victim)
         return True
 
     def nearest(self, signature: Signature) -> Signature | None:

@@ -17,7 +17,7 @@ from .ambient import ambient_state
 from .backends import Recording
 from .budget import keep_budget
 from .cache import Entry, GraphCache, State
-from .calls import Eager, RunnerOptions, resolve_backend, signature_source
+from .calls import Eager, Family, RunnerOptions, resolve_backend, signature_source
 from .capture import Capturer
 from .config import GraphConfig
 from .counters import RunnerStats, log
@@ -76,7 +76,9 @@ class GraphHolding:
         if self.backend not in ("off", "none"):
             load_modes()
         ignore = frozenset(self.options.ignore)
-        forward = Forward(self.module, self._call_prepared, device, ignore)
+        # no method of ours: in a cycle, weights would wait for the collector after `unwrap`
+        eager = partial(_call_prepared, self.eager, self.options.family)
+        forward = Forward(self.module, eager, device, ignore)
         self._capturer = Capturer(
             forward, self.state, self.config, self.backend, self.stats, self.options.component
         )
@@ -128,13 +130,6 @@ class GraphHolding:
     def call_eager(self, *args: object, **kwargs: object) -> object:
         """The wrapped method itself, as it was before wrapping."""
         return self.eager(*args, **kwargs)
-
-    def _call_prepared(self, *args: object, **kwargs: object) -> object:
-        """The wrapped method on prepared arguments."""
-        family = self.options.family
-        if family is None:
-            return self.call_eager(*args, **kwargs)
-        return family.run(partial(self.call_eager, *args), kwargs)
 
     def _own_key(self) -> Hashable:
         """What the users of this runner add to the key."""
@@ -395,3 +390,10 @@ class GraphHolding:
         if self.options.describe is not None:
             return self.options.describe(signature)
         return signature.describe()
+
+
+def _call_prepared(
+    eager: Eager, family: Family | None, /, *args: object, **kwargs: object
+) -> object:
+    """The wrapped method on prepared arguments."""
+    return eager(*args, **kwargs) if family is None else family.run(partial(eager, *args), kwargs)

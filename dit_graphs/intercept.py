@@ -76,12 +76,14 @@ class Intercept:
         self.users.remove(user)
         if self.users:
             return False
-        self.serve = self.pass_through
-        if self.is_in_place:
-            if self._was_set:
-                vars(self.owner)[self.name] = self.previous
-            else:
-                del vars(self.owner)[self.name]
+        if not self.is_in_place:
+            self.serve = self.pass_through
+            return True
+        self.serve = self.original  # no method of its own: that cycle would keep the owner
+        if self._was_set:
+            vars(self.owner)[self.name] = self.previous
+        else:
+            del vars(self.owner)[self.name]
         return True
 
 

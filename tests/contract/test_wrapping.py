@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from pathlib import Path
 
 import pytest
@@ -277,3 +279,40 @@ def test_hooks_are_honoured(where: Where, when: str) -> None:
         assert torch.equal(module(x), expected)
     assert len(seen) == 4, "the hook ran on every call"
     assert "hooks" in {r.value for r in runner_of(module).stats.fallbacks}
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin()
+
+
+@pytest.mark.parametrize("method", ["forward", "decode"])
+@pytest.mark.parametrize("capture", ["second_use", "first_use"])
+def test_weights_go_with_the_module_once_it_is_unwrapped(
+    where: Where, capture: str, method: str
+) -> None:
+    """Without a word to Python's collector, which knows nothing of the device's memory."""
+    module = Twice().to(where.device)
+    dit_graphs.wrap(module, method=method, backend=where.backend, capture=capture)
+    for seed in range(5):
+        called = module if method == "forward" else module.decode
+        called(where.randn(3, 8, seed=seed))
+    runner = runner_of(module, method)
+    assert runner is not None and runner.stats.replays >= 2
+    del called, runner
+    weight = weakref.ref(module.linear.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        dit_graphs.unwrap(module, method=method)
+        del module
+        assert weight() is None
+    finally:
+        gc.enable()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import diffusers
@@ -320,3 +322,20 @@ def test_eager_attention_gives_the_same_latents(name: str) -> None:
     denoiser = dit_graphs.stats(pipe)["components"]["denoiser"]
     assert denoiser["graphs"][0]["breaks"] >= 2
     assert denoiser["replays"] >= 3
+
+
+def test_weights_go_with_the_pipeline_once_it_is_restored() -> None:
+    pipe = tiny.build("sdxl")
+    dit_graphs.accelerate(pipe, backend="recorded")
+    for _ in range(2):
+        pipe(**tiny.call_kwargs("sdxl"))
+    parts = pipe.unet, pipe.vae, pipe.text_encoder
+    weights = [weakref.ref(next(part.parameters())) for part in parts]
+    gc.collect()
+    gc.disable()
+    try:
+        dit_graphs.restore(pipe)
+        del pipe, parts
+        assert [weight() for weight in weights] == [None] * 3
+    finally:
+        gc.enable()
