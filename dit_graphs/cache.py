@@ -100,6 +100,7 @@ class Entry:
     inputs: StaticInputs | None = None
     taken: tuple[Taken, ...] = ()  # what the forward takes out of the caller's containers
     private: frozenset[int] = frozenset()  # storages in which no argument may lie
+    may_draw: bool = True  # random numbers, where no pass was watched; a compare tells
     recording: Recording[object] | None = None
     clock: Stopwatch | None = None
     host_ms: float = 0.0
@@ -178,7 +179,9 @@ class Entry:
     def has_effects(self) -> bool:
         """Whether a replay that is given up leaves traces: breaks, random numbers, writes."""
         seen = self.observation
-        is_traced = seen is not None and bool(
+        if seen is None:
+            return self.may_draw
+        is_traced = bool(
             seen.is_random or seen.generators or seen.written_externals or seen.written_inputs
         )
         return is_traced or (self.recording is not None and self.recording.breaks > 0)

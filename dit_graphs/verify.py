@@ -74,6 +74,11 @@ class Undo:
         self._inputs = [(tensors[index], tensors[index].clone()) for index in inputs]
         self._generators = [(generator, generator.get_state()) for generator in generators]
 
+    def has_drawn(self) -> bool:
+        """Whether the default generators stand elsewhere now."""
+        pairs = zip(self._random, self._state.random_state(), strict=True)
+        return not all(torch.equal(before, now) for before, now in pairs)
+
     def __call__(self) -> None:
         self._state.set_random_state(self._random)
         if self._host is not None:

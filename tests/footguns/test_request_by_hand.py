@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from blend import Blend, again, inputs, skip, swap, table, turn
-from torch import Tensor
+from torch import Tensor, nn
+from twin import Twin, Where
 
 import dit_graphs
 from dit_graphs.wrapping import runner_of
@@ -71,3 +72,25 @@ def test_the_next_call_of_a_request_by_hand_sees_it(
             assert torch.equal(results[0], results[2]), step
             assert torch.equal(results[1], results[3]), step
     assert runner_of(module).stats.replays > 0 or change is _hook
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("at", range(1, 8))
+def test_a_size_that_no_pass_was_watched_for_draws_once(at: int, verify: bool) -> None:
+    """It was captured right after its plain step, as one of a code path that is known."""
+
+    class Noisy(nn.Module):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale + torch.rand_like(x)
+
+    twin = Twin(Noisy(), Where("recorded", torch.device("cpu")), verify=verify)
+    with torch.no_grad():
+        for size, change_at in ((3, None), (5, at)):
+            with dit_graphs.request(total_steps=8):
+                for step in range(8):
+                    if step == change_at:
+                        twin.module.scale = twin.plain.scale = 2.0
+                    twin(twin.where.randn(size, seed=step))
+    assert twin.captures == 3
