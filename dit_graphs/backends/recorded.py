@@ -228,12 +228,18 @@ class RecordedRecording(Generic[T]):
         self.nbytes = sum(t.untyped_storage().nbytes() for t in session.kept.values())
         self._session = session
         self._produced = session.produced_outputs(output)
-        self._steps = tuple(step.run for step in session.steps)
+        self._steps = tuple(session.steps)
 
     def replay(self) -> None:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        # recorded calls have been cast already; a break's body is the model's own code
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for step in self._steps:
-                step()
+                if dtype is None or isinstance(step, _Call):
+                    step.run()
+                    continue
+                with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+                    step.run()
 
     def poison(self) -> None:
         for tensor in self._produced:

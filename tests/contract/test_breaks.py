@@ -47,6 +47,19 @@ def _graph(twin: Twin) -> dict[str, object]:
     return graphs[0]
 
 
+def test_a_break_runs_under_the_autocast_of_its_call(segmenting: Where) -> None:
+    """Ops of a segment were cast when they were captured; a body casts anew on each replay."""
+    twin = Twin(Broken(lambda hidden, module: module.second(hidden) @ module.bias), segmenting)
+    twin.module.after = twin.plain.after = lambda value: value[:, None].float().expand(3, 8)
+    for dtype in (torch.bfloat16, torch.float16):
+        before = twin.replays
+        with torch.autocast(segmenting.device.type, dtype=dtype):
+            _runs(twin)
+        assert twin.replays == before + 4, twin.details
+    _runs(twin)
+    assert twin.replays == 12
+
+
 def test_a_marked_function_runs_eagerly_between_two_segments(segmenting: Where) -> None:
     seen: list[float] = []
 
