@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar, cast
@@ -100,7 +100,10 @@ def call_break(
     handler = _active.get()
     if handler is None:
         return fn(*args, **kwargs)
-    return handler.run_break(site, fn, args, kwargs)
+    result = handler.run_break(site, fn, args, kwargs)
+    with suppress(UnknownLeaf):  # made by ops of the forward's own: a watch sees who keeps one
+        return map_tensors(result, torch.ops.aten.alias)
+    return result
 
 
 def eager_on_graph(fn: Callable[P, R]) -> Callable[P, R]:

@@ -17,6 +17,8 @@ from .watch import storage_key
 
 __all__ = ["Escapes"]
 
+_HANDED_OVER = "aten::alias"  # arguments and results of breaks reach a watched forward by this op
+
 
 class Escapes:
     """The tensors that the ops of one forward made, none of them kept alive."""
@@ -39,5 +41,6 @@ class Escapes:
             tensor = made()
             if tensor is not None and storage_key(tensor) not in explained:
                 shape = "x".join(map(str, tensor.shape)) or "0-dim"
-                return f"a {shape} tensor that {op} made is still held after the forward"
+                whose = "it was given" if op == _HANDED_OVER else f"{op} made"
+                return f"a {shape} tensor that {whose} is still held after the forward"
         return None

@@ -202,6 +202,10 @@ class Observer(Watch):
                 if tensor.device.type == self.device.type and self._is_own(tensor):
                     self.escapes.note(tensor, traits.name)
 
+    def gave(self, traits: OpTraits, result: object) -> None:
+        for tensor in iter_tensors((result,)):
+            self.escapes.note(tensor, traits.name)
+
     def _is_own(self, tensor: Tensor) -> bool:
         """Whether a recording would have it in memory of its own, written on every replay."""
         key = storage_key(tensor)
@@ -352,6 +356,10 @@ class Guard(Watch):
                 self._escapes.note(tensor, traits.name)
         if traits.launches:
             self._log.note_launch()
+
+    def gave(self, traits: OpTraits, result: object) -> None:
+        for tensor in iter_tensors((result,)):
+            self._escapes.note(tensor, traits.name)
 
 
 @contextmanager

@@ -174,6 +174,10 @@ class Watch(ABC):
     def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
         """An op of a segment has run."""
 
+    @abstractmethod
+    def gave(self, traits: OpTraits, result: object) -> None:
+        """An op that is an eager break gave this to the forward."""
+
     def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:  # noqa: B027
         """An op, of a segment or of a break, is next; what it writes still holds old values."""
 
@@ -200,6 +204,7 @@ class Watch(ABC):
         if not self.in_break and self.policy.op_words and self.policy.is_op_break(traits):
             site = BreakSite("op", traits.name)
             result = call_break(site, func, args, kwargs)
+            self.gave(traits, result)  # no mode sees what is done in here
         else:
             result = func(*args, **kwargs)
             self.ran(traits, args, kwargs, result)

@@ -154,6 +154,53 @@ def test_a_size_captured_without_a_pass_is_held_to_it_too(where: Where) -> None:
     assert torch.equal(mine, plain)
 
 
+class Reads(nn.Module):
+    """Reads on the host, which makes it an eager break."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * 2 if h.sum().item() > -1e9 else h
+
+
+@eager_on_graph
+def _doubled(h: Tensor) -> Tensor:
+    return h * 2
+
+
+def _attended(h: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(h, h, h)
+
+
+@torch.library.custom_op("dit_graphs_escapes::varlen_double", mutates_args=())
+def _varlen(h: Tensor) -> Tensor:
+    return h * 2
+
+
+BREAKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a function": _doubled,
+    "a module": Reads(),
+    "attention": _attended,
+    "an op known by name": _varlen,
+}
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("body", BREAKS.values(), ids=BREAKS)
+def test_the_result_of_a_break_left_with_a_list_keeps_the_module_eager(
+    where: Where, body: Callable[[Tensor], Tensor], capture: str
+) -> None:
+    """On a replay the list would get none, and what a capture leaves is a buffer of the graph's."""
+    kept: list[Tensor] = []
+    twin = Twin(Leaves(lambda h: h), where, capture=capture, attention="eager")
+    for module in (twin.module, twin.plain):
+        module.part = body if isinstance(body, nn.Module) else None
+        module.body = lambda h: _kept(kept, body(h)) + 1
+    for seed in range(8):
+        twin(where.randn(3, 8, seed=seed))
+    assert len(kept) == 16 and _values(kept[::2]) == _values(kept[1::2])
+    assert twin.replays == 0
+    assert not {*twin.fallbacks} - {"warming_up", "state_escaped", "host_read"}
+
+
 def test_what_a_break_leaves_is_its_own_business(where: Where) -> None:
     if where.backend == "full":
         pytest.skip("no breaks there")
