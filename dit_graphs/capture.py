@@ -36,7 +36,7 @@ from .watch import BreakPolicy
 
 __all__ = ["Capturer"]
 
-_NOTHING_SEEN = Observation(ConstantTable(), (), (), (), False, frozenset(), (), 0, 0)
+_NOTHING_SEEN = Observation(ConstantTable(), (), (), (), False, frozenset(), (), 0)
 _MAX_PASSES = 4
 _WORTH_KEEPING = 0.97  # a replay slower than this share of eager is not kept under "auto"
 _LAUNCH_BOUND = 1.15  # device time within this share of host time: the device waits for Python

@@ -71,7 +71,6 @@ class Observation:
     is_random: bool
     written_inputs: frozenset[int]
     written_externals: tuple[Tensor, ...]
-    launches: int
     break_launches: int
     draws_on_host: bool = False
 
@@ -87,11 +86,6 @@ class Observation:
             or self.written_inputs
             or self.written_externals
         )
-
-    @property
-    def captured_fraction(self) -> float:
-        """Kernel launches in segments over all launches of the eager forward."""
-        return 1.0 - self.break_launches / max(self.launches, 1)
 
 
 class Observer(Watch):
@@ -250,7 +244,6 @@ class Observer(Watch):
             is_random=self._random,
             written_inputs=frozenset(self._written_inputs),
             written_externals=tuple(whole for whole, _ in self._written.values()),
-            launches=self._launches,
             break_launches=self._break_launches,
         )
 

@@ -110,6 +110,7 @@ def verify_call(
             recording.replay()
             clock.stop()
             replayed = entry.hand_out()
+            entry.may_draw = undo.has_drawn()
     finally:
         undo()
     replay_ms = clock.elapsed_ms(wait=True) or 0.0

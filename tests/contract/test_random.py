@@ -215,3 +215,23 @@ def test_a_failed_capture_leaves_the_stream_alone(graphing: Where) -> None:
     for index in range(6):
         twin(graphing.randn(3, 8, seed=index))
     assert twin.replays == 0
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_what_was_captured_without_a_pass_is_known_to_draw_once_it_was_compared(
+    where: Where, draws: bool
+) -> None:
+    """Until then each replay would have to be undone where it is given up."""
+
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (torch.rand_like(x) if draws else 1)
+
+    twin = Twin(Noisy(), where)
+    for rows in (3, 5):
+        with dit_graphs.request(8):
+            for step in range(8):
+                twin(where.randn(rows, 8, seed=step))
+    unwatched = [entry for entry in twin.runner.cache.held() if entry.observation is None]
+    assert len(unwatched) == (0 if where.backend == "debug" else 1)
+    assert all(entry.has_effects is draws for entry in unwatched)
