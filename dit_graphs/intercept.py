@@ -16,7 +16,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from .errors import ConfigError
 
-__all__ = ["CallIntercept", "Intercept", "MethodOverride", "find_intercept", "install", "remove"]
+__all__ = ["CallIntercept", "Intercept", "MethodOverride", "find_intercept", "install"]
 
 Function = Callable[..., object]
 _CALL = "_compiled_call_impl"
@@ -175,10 +175,3 @@ def find_intercept(module: nn.Module, method: str) -> Intercept | None:
     """The intercept on top of `module`'s calls (or of its `method`), if any user needs it."""
     found = module.__dict__.get(_CALL if method == "forward" else method)
     return found if isinstance(found, Intercept) and found.users else None
-
-
-def remove(module: nn.Module, method: str, user: object = None) -> None:
-    """The module is as before `install` by the same `user`, unless another one needs it too."""
-    found = find_intercept(module, method)
-    if found is not None:
-        found.drop(user)

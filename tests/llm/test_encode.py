@@ -15,7 +15,7 @@ from transformers import masking_utils
 from transformers.utils import import_utils
 
 from dit_graphs import GraphConfig, Reason
-from dit_graphs.intercept import install, remove
+from dit_graphs.intercept import find_intercept, install
 from dit_graphs.llm.buckets import PROMPT_LADDER
 from dit_graphs.pipelines.text_encoder.encode import EncodeRunner
 from dit_graphs.pipelines.text_encoder.masks import cache_argument, mask_decisions_as_eager
@@ -60,7 +60,7 @@ def test_encode_replays_equal_the_unmodified_encoder(name, padding):
         if "last_hidden_state" in reference:
             assert torch.equal(result.last_hidden_state, reference.last_hidden_state)
     assert runner.stats.replays >= 3, runner.stats.as_dict()
-    remove(model, "forward")
+    find_intercept(model, "forward").drop(None)
 
 
 def test_padding_to_a_ladder_deviates_by_rounding_and_says_so(caplog):
