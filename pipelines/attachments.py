@@ -19,6 +19,7 @@ from .step_caches import SERVED_CONFIGS, SERVED_HOOKS, cannot_serve
 __all__ = ["state_guard"]
 
 _OFFLOAD_HOOKS = ("CpuOffload", "AlignDevicesHook", "UserCpuOffloadHook")
+_MARKS = frozenset({"_hf_hook", "_diffusers_hook", "_cache_config", "_is_cached"})
 _HOOK_REASONS = (
     ("group_offload", Reason.OFFLOAD),
     ("layerwise_casting", Reason.LAYERWISE_CASTING),
@@ -41,7 +42,8 @@ def state_guard(
     """
 
     def check() -> tuple[Reason, str] | None:
-        for path, child in module.named_modules():
+        is_marked = not all(map(_MARKS.isdisjoint, map(vars, module.modules())))
+        for path, child in module.named_modules() if is_marked else ():
             for reason, name in _attached(child, serves_caches):
                 return reason, f"{name} on {path or type(module).__name__}"
         allows_breaks = backend != "full"
