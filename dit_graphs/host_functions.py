@@ -38,6 +38,9 @@ def _factory(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
     owner = args[0] if func is Tensor.new_tensor else None
     given = args[1:] if owner is not None else args
     data = given[0] if given else kwargs.get("data", kwargs.get("obj"))
+    held = _device_tensors(watch, data)
+    if held and not isinstance(data, Tensor):  # numbers are read out of the tensors in a list
+        return _reading(watch, held, func, args, kwargs)
     device = _device_of(kwargs.get("device"))
     if device is None and len(given) > 2:  # as_tensor(data, dtype, device)
         device = _device_of(given[2])
@@ -45,7 +48,7 @@ def _factory(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object
         device = owner.device if isinstance(owner, Tensor) else None
     if device is None:
         device = data.device if isinstance(data, Tensor) else _default_device()
-    if device.type != watch.device.type or _holds_device_tensor(watch, data):
+    if device.type != watch.device.type or held:
         return func(*args, **kwargs)
     host, kept = {**kwargs, "device": "cpu"}, args[: len(args) - len(given[2:])]
     return watch.constant(
@@ -58,11 +61,11 @@ def _as_tensor(value: object) -> Tensor:
     return value
 
 
-def _holds_device_tensor(watch: Watch, data: object) -> bool:
+def _device_tensors(watch: Watch, data: object) -> list[Tensor]:
     try:
-        return any(watch.is_device(tensor) for tensor in tensor_leaves(data))
+        return [tensor for tensor in tensor_leaves(data) if watch.is_device(tensor)]
     except UnknownLeaf:
-        return False
+        return []
 
 
 def _transfer(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object:
@@ -212,11 +215,25 @@ def _is_int_list(values: object) -> bool:
 
 def _host_read(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object:
     """tolist, numpy, cpu, printing: reads of a device tensor that no op shows."""
-    source = args[0]
-    if isinstance(source, Tensor) and watch.is_device(source):
-        name = f"Tensor.{getattr(func, '__name__', 'read')}"
-        if watch.is_known(source):
-            return watch.known_read(name, lambda: func(*args, **kwargs))
+    return _reading(watch, _device_tensors(watch, args[0]), func, args, kwargs)
+
+
+def _split(watch: Watch, func: Function, args: Args, kwargs: Kwargs) -> object:
+    """tensor_split reads the places from a tensor, if they are one."""
+    places = args[1] if len(args) > 1 else kwargs.get("tensor_indices_or_sections")
+    held = _device_tensors(watch, places) if isinstance(places, Tensor) else []
+    return _reading(watch, held, func, args, kwargs)
+
+
+def _reading(
+    watch: Watch, sources: list[Tensor], func: Function, args: Args, kwargs: Kwargs
+) -> object:
+    """The call, which reads `sources` on the host."""
+    owner = "torch" if func in (torch.tensor, torch.as_tensor, torch.asarray) else "Tensor"
+    name = f"{owner}.{getattr(func, '__name__', 'read')}"
+    if sources and watch.is_known(*sources):
+        return watch.known_read(name, lambda: func(*args, **kwargs))
+    if sources:
         watch.host_read(name)
     return func(*args, **kwargs)
 
@@ -232,6 +249,8 @@ _TABLE: dict[Function, Handler] = {
     Tensor.copy_: _copy_in,
     Tensor.__getitem__: _indexed,
     Tensor.__setitem__: _indexed,
+    torch.tensor_split: _split,
+    Tensor.tensor_split: _split,
     Tensor.tolist: _host_read,
     Tensor.numpy: _host_read,
     Tensor.cpu: _host_read,

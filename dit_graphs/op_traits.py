@@ -33,7 +33,7 @@ class OpTraits:
 
     name: str
     is_view: bool
-    is_plain: bool
+    is_plain: bool  # what it returns is new memory, whatever it writes
     writes: tuple[int | str, ...]
     writes_in_training: tuple[int, ...]  # without a word in the schema
     training: int | None
@@ -111,7 +111,7 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
     return OpTraits(
         name=schema.name,
         is_view=aliased and not writes,
-        is_plain=not aliased,
+        is_plain=bool(schema.returns) and all(r.alias_info is None for r in schema.returns),
         writes=tuple(writes),
         writes_in_training=tuple(map(names.index, moved)),
         training=names.index("training") if "training" in names else None,

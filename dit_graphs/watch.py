@@ -70,7 +70,7 @@ class BreakPolicy:
 
     def is_op_break(self, traits: OpTraits) -> bool:
         """Only ops without any alias annotation may be broken out of a segment."""
-        if not traits.is_plain:
+        if not traits.is_plain or traits.writes:
             return False
         return any(word in traits.name for word in self.op_words)
 

@@ -36,6 +36,8 @@ _READS = {
     "str": lambda x: x * len(str(x.max().item())),
     "int()": lambda x: x * int(x.max() * 10),
     "slice bound": lambda x: x * x[: int(x.abs().max()) + 1].sum(),
+    "torch.tensor of tensors": lambda x: x * torch.tensor([x.max(), 2.0], device=x.device).sum(),
+    "as_tensor of tensors": lambda x: x * torch.as_tensor([[x.max()]], device=x.device).sum(),
     "where with one argument": lambda x: x + torch.where(x > 0)[0].sum(),
 }
 
@@ -92,6 +94,22 @@ def test_a_read_in_the_root_stays_eager_and_names_the_line(segmenting: Where, ki
     reason = next(r for r in ("host_read", "host_copy") if r in twin.fallbacks)
     assert "test_host_reads.py:" in twin.details[reason]
     assert twin.fallbacks[reason] == 4, "plain, observed with its result, then eager for good"
+
+
+def test_places_to_split_at_are_read() -> None:
+    """They lie on the host, whatever the device: only the recorder can have them from an input."""
+
+    class Splits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            places = x[0, :1].abs().mul(9).long().clamp(max=1)
+            return x.tensor_split(places)[0].sum() + torch.tensor_split(x, places)[1].sum()
+
+    for module in (Splits(), nn.Sequential(Splits())):
+        twin = Twin(module, Where("recorded", torch.device("cpu")), capture="first_use")
+        with torch.no_grad():
+            for index in range(9):
+                twin(twin.where.randn(4, 8, seed=index))
+        assert not {"verify_mismatch"} & set(twin.fallbacks)
 
 
 def test_a_read_of_a_host_value_is_none(where: Where) -> None:

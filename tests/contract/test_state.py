@@ -118,6 +118,30 @@ def test_averages_that_a_norm_moves_in_training(graphing: Where, capture: str) -
         assert twin.replays >= before + 4, twin.details
 
 
+@torch.library.custom_op("dit_graphs_tests::fill", mutates_args={"target"})
+def _fill(target: Tensor, source: Tensor) -> Tensor:
+    target.copy_(source)
+    return source * 2
+
+
+@pytest.mark.parametrize("kind", ["state", "scratch"])
+def test_an_op_that_writes_an_argument_and_returns_new_memory(graphing: Where, kind: str) -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.zeros(3, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            target = self.held if kind == "state" else torch.empty_like(x)
+            return _fill(target, x).add_(1.0) + target
+
+    twin = Twin(Fills(), graphing)
+    _runs(twin)
+    assert twin.replays == 4, twin.details
+    (entry,) = twin.runner.cache.held()
+    assert len(entry.observation.written_externals) == (kind == "state")
+
+
 def test_a_norm_put_into_training_after_a_graph_existed(where: Where) -> None:
     """The code path is a known one, and so no pass of the new signature has to be watched."""
     twin = Twin(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), where)
