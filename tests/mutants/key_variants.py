@@ -122,6 +122,7 @@ def _user_is_noise(patch: pytest.MonkeyPatch) -> None:
         change = refresh(self, number)
         if before is not None and self._base is not None:
             self._changes.update(self._base.changed_attributes(before))
+            self._volatile |= {name for name, times in self._changes.items() if times >= 3}
         return change
 
     patch.setattr(ModuleWatch, "refresh", counting)
