@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class Glance:
         self._is_weight = [kind is not type(None) for kind in self._kinds]
         self._layers = list(map(id, _in(tree.layers)))
         self._values = list(tree.values())
-        self._sizes = list(map(len, tree.attributes))
+        self._sizes = tree.sizes()
         self._places, self._odd_keys = self._where(), list(map(tensor_key, tree.odd()))
         self._exact = self._exactly()
         self._classes = ClassFacts(tree.classes)
@@ -87,11 +87,11 @@ class Glance:
                 not any(tree.empty)
                 and list(map(id, _in(tree.layers))) == self._layers
                 and self._where() == self._places
-                and list(map(len, tree.attributes)) == self._sizes
+                and tree.sizes() == self._sizes
                 and self._has_values()
                 and list(map(tensor_key, tree.odd())) == self._odd_keys
             )
-        except (KeyError, TypeError, AttributeError):  # what was there is gone
+        except (LookupError, TypeError, AttributeError):  # what was there is gone
             return False
         return same and not tree.is_lost
 
@@ -168,6 +168,7 @@ class _Tree:
         self.attributes: list[_Table] = []
         self.by_names: dict[tuple[str, ...], list[_Table]] = {}
         self.held: list[_Held] = []
+        self.partly: list[tuple[Any, tuple[Any, ...]]] = []  # the rest changes by itself
         self.records: list[object] = []
         self.tensors: list[Tensor] = []
         self.odd_tensors: list[Tensor] = []
@@ -187,7 +188,12 @@ class _Tree:
         """What stands at every place now, in order."""
         pairs = self.by_names.items()
         parts = [chain.from_iterable(map(itemgetter(*names), tables)) for names, tables in pairs]
-        return chain(*parts, _in(self.held), *map(_fields, self.records), _END)
+        some = (map(held.__getitem__, keys) for held, keys in self.partly)
+        return chain(*parts, _in(self.held), *some, *map(_fields, self.records), _END)
+
+    def sizes(self) -> list[int]:
+        """How many places there are."""
+        return [*map(len, self.attributes), *(len(held) for held, _ in self.partly)]
 
     def odd(self) -> Iterator[Tensor]:
         """Tensors of subclasses, those among the weights as they stand there now."""
@@ -254,10 +260,13 @@ class _Tree:
                 self._keep(path, item, depth)
 
     def _keep_all(self, held: object, paths: list[str], items: list[object], depth: int) -> None:
-        if not self._volatile.isdisjoint(paths):
-            return self.forget()  # what changes by itself is known by name in modules only
+        stays = [path not in self._volatile for path in paths]
         if isinstance(held, (dict, list, set)):
-            self.held.append(held)
-        for path, item in zip(paths, items, strict=True):
+            if all(stays):
+                self.held.append(held)
+            elif isinstance(held, (dict, list)):
+                keys = list(held) if isinstance(held, dict) else range(len(held))
+                self.partly.append((held, tuple(compress(keys, stays))))
+        for path, item in compress(zip(paths, items, strict=True), stays):
             if type(item) not in _PLAIN:
                 self._keep(path, item, depth)

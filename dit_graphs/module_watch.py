@@ -65,6 +65,11 @@ class ModuleWatch:
         """Whether a look at the module shows what the last sweep saw."""
         return self._glance is not None and self._glance.is_same()
 
+    @property
+    def tells_little(self) -> bool:
+        """Whether a look shows changes again and again where a sweep finds none."""
+        return self._glance is None or self._in_vain >= _TIRED
+
     def forget(self) -> None:
         """The next call looks at everything again, whatever its request."""
         self._checked.clear()

@@ -194,9 +194,19 @@ def test_what_changes_by_itself_is_left_out() -> None:
     assert not glance.is_same()
 
 
-def test_below_an_object_what_changes_by_itself_makes_it_blind() -> None:
-    """It cannot leave it out there, so it vouches for nothing."""
-    assert not Glance(_layer(), frozenset({"0.processor.scale"})).is_same()
+def test_what_changes_by_itself_below_an_object_is_left_out() -> None:
+    layer = _layer()
+    volatile = frozenset({"0.processor.scale", "0.options['scale']", "0.caches[0]"})
+    glance = Glance(layer, volatile)
+    layer[0].processor.scale, layer[0].options["scale"] = 5.0, 7.0
+    layer[0].caches[0] = torch.ones(2)
+    assert glance.is_exactly_same()
+    layer[0].caches.append(torch.ones(2))
+    assert not glance.is_same()
+    layer[0].caches.pop()
+    assert glance.is_same()
+    layer[0].options["fn"] = torch.tanh
+    assert not glance.is_same()
 
 
 def _plain_places(holder: dict[str, object]) -> Iterator[tuple[dict[str, object], str]]:
