@@ -189,7 +189,8 @@ class GraphRunner(EagerCalls):
             if not self._starts_plain(entry):
                 return self._observe_and_capture(entry, call)
             result = self._plain(entry, call)
-            if self._capturer.may_capture_now(entry, call.request):
+            is_soon = self._capturer.may_capture_now(entry, call.request)
+            if is_soon and call.is_whole(entry.signature):
                 self._capture(entry, call)
             return result
         finally:
