@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import cast
 
@@ -34,14 +34,14 @@ def warmup(target: object, calls: Sequence[Mapping[str, object]], **common: obje
     Each item holds keyword arguments of the pipeline (`height`, `width` in pixels, `num_frames`,
     `prompt`…); `common` is added to each. Two steps are run unless `num_inference_steps` says
     otherwise; nothing is decoded to pictures unless `output_type` is given. Raises `ConfigError`
-    for a pipeline that was not accelerated or an argument it does not take.
+    for a pipeline that was not accelerated, an argument it does not take or calls of another form.
     """
     acceleration = acceleration_of(target)
     if acceleration is None or not callable(target):
         raise ConfigError("warmup() needs an accelerated pipeline: call accelerate() first")
     acceleration.follow_pipeline()
     names = _argument_names(target)
-    prepared = [_prepare(names, {**common, **call}) for call in calls]
+    prepared = [_prepare(names, {**common, **call}) for call in _listed(calls)]
     if len(prepared) > 1:
         sizes = [_size(acceleration, target, call) for call in prepared]
         order = sorted(range(len(prepared)), key=sizes.__getitem__, reverse=True)
@@ -55,6 +55,19 @@ def warmup(target: object, calls: Sequence[Mapping[str, object]], **common: obje
     made = list((Counter(_signatures(acceleration.runners)) - before).elements())
     log.info("warm-up captured %d graphs", len(made))
     return made
+
+
+def _listed(calls: object) -> list[Mapping[str, object]]:
+    """The calls, if they have the form of some. Raises `ConfigError`."""
+    is_one = isinstance(calls, (str, Mapping)) or not isinstance(calls, Iterable)
+    listed = [None] if is_one else list(cast("Iterable[object]", calls))
+    found = [call for call in listed if isinstance(call, Mapping)]
+    if len(found) < len(listed):
+        raise ConfigError(
+            "warmup: expected a list of keyword arguments, as in [dict(height=512, width=512)], "
+            f"got {calls!r}"
+        )
+    return found
 
 
 def _signatures(runners: Mapping[str, InstalledRunner]) -> list[str]:

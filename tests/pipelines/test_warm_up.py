@@ -33,6 +33,14 @@ def test_a_call_without_a_size_counts_with_the_models_own() -> None:
     assert len(made) == 3
 
 
+@pytest.mark.parametrize("calls", [{"height": 32}, "height", 3, None, [3], [{}, "x"]], ids=repr)
+def test_calls_of_another_form_are_refused(calls: object) -> None:
+    pipe = _sdxl()
+    with pytest.raises(dit_graphs.ConfigError, match="expected a list of keyword arguments"):
+        dit_graphs.warmup(pipe, calls)
+    assert _captured(pipe) == []
+
+
 @pytest.mark.parametrize("sides", [(32, 64), (64, 32)], ids=str)
 def test_a_picture_says_how_large_its_call_is(sides: tuple[int, int]) -> None:
     pipe = _sdxl(diffusers.StableDiffusionXLImg2ImgPipeline)
