@@ -6,7 +6,8 @@ on first use, last shapes remembered), and such changes must not look like the u
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from typing import Literal
 
@@ -22,6 +23,7 @@ __all__ = ["Change", "ModuleWatch"]
 
 Change = Literal["weights", "caches"]
 _KEPT_REQUESTS = 16
+_KEPT_STATES = 64  # an older one that comes back is a new one
 _TIRED = 3  # an attribute the forward changed this often is no longer part of the key
 
 
@@ -34,8 +36,9 @@ class ModuleWatch:
         self.ran_eager = False
         self._is_fresh = False
         self._base: ModuleState | None = None
-        self._ids: dict[Hashable, int] = {}
+        self._ids: OrderedDict[Hashable, int] = OrderedDict()  # keeps the states' objects alive
         self._id = 0
+        self._numbers = itertools.count(1)
         self._checked: list[int] = []
         self._volatile: frozenset[str] = frozenset()
         self._changes: Counter[str] = Counter()
@@ -113,7 +116,11 @@ class ModuleWatch:
     def _adopt(self, now: ModuleState) -> None:
         if now is not self._base:
             self._base = now
-            self._id = self._ids.setdefault(now.python, len(self._ids))
+            self._id = self._ids[now.python] = self._ids.pop(now.python, None) or next(
+                self._numbers
+            )
+            if len(self._ids) > _KEPT_STATES:
+                self._ids.popitem(last=False)
 
     def _change(self, now: ModuleState) -> Change | None:
         before = self._base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,6 +225,26 @@ def test_the_look_between_two_steps_costs_no_sweep(monkeypatch: pytest.MonkeyPat
     )
     pair.latents(steps=6, callback_on_step_end=lambda pipe, step, timestep, kept: kept)
     assert len(sweeps) == 1
+
+
+def test_states_that_never_come_back_are_let_go() -> None:
+    """A processor of its own for each picture: its graph's key keeps it, but not for ever."""
+
+    class Processor:
+        pass
+
+    module = Blend().eval()
+    dit_graphs.wrap(module, backend="recorded", max_graphs=2)
+    processors = []
+    with torch.no_grad():
+        for index in range(100):
+            module.processor = Processor()
+            processors.append(weakref.ref(module.processor))
+            module(*inputs(index))
+            module.processor = None
+            module(*inputs(index))
+    gc.collect()
+    assert 0 < sum(each() is not None for each in processors) < 100
 
 
 @pytest.mark.parametrize("change", ["weights", "layers"])
