@@ -19,7 +19,7 @@ from .counters import log
 from .errors import FallbackError, Reason, forget_refusals
 from .holding import GraphHolding
 from .memory import DeviceState
-from .taken import reached
+from .taken import reached, repeatable
 from .tree import PLAIN
 
 __all__ = ["EagerCalls"]
@@ -53,18 +53,35 @@ class EagerCalls(GraphHolding):
             held = self.state.pool_bytes()
             if not self.state.retire():
                 raise
-            can_repeat = start is not None and start.put_back()
+            can_repeat = start is not None and start.is_whole()
             log.warning(
                 "%s: out of memory; %d MiB of graphs released%s", self.stats.component, held >> 20,
                 ", trying once more" if can_repeat else "; the call has changed what it was given",
             )  # fmt: skip
             self.stats.count_eager(Reason.OUT_OF_MEMORY, f"{held >> 20} MiB of graphs released")
-            if not can_repeat:
+            if start is None or not can_repeat:
                 raise
+            start.put_back()
         except Exception as error:
             forget_refusals(error)
             raise
         return self.call_eager(*args, **kwargs)
+
+    def _start_of(self, call: Call) -> _Start | None:
+        """What a pass over the call's buffers starts from, where its bits may not be eager's."""
+        if all(tensor.device == self.device for tensor in call.tensors):
+            return None
+        return _Start(self.state, call.args, call.kwargs)
+
+    def _eagers_own(self, result: object, start: _Start | None, entry: Entry, call: Call) -> object:
+        """Eager's result in place of the pass's: kernels take a scalar of the host as it is, one on
+        the device in the precision of what it is multiplied with.
+        """
+        wrote = entry.observation is not None and entry.observation.written_externals
+        if start is None or wrote or not start.is_whole():
+            return result
+        start.put_back()
+        return repeatable(self.call_eager, call.args, call.kwargs, entry.taken)()
 
 
 class _Start:
@@ -92,8 +109,13 @@ class _Start:
             elif not isinstance(value, _UNCHANGING):
                 self._is_known = False
 
-    def put_back(self) -> bool:
-        """Random numbers, lists and dicts are as at the start; whether everything else is, too."""
+    def is_whole(self) -> bool:
+        """Whether everything that `put_back` cannot put back is as at the start."""
+        is_unwritten = all(version_of(tensor) == version for tensor, version in self._tensors)
+        return self._is_known and is_unwritten
+
+    def put_back(self) -> None:
+        """Random numbers, lists and dicts are as at the start."""
         self._state.set_random_state(self._random)
         for generator, drawn in self._generators:
             generator.set_state(drawn)
@@ -102,5 +124,3 @@ class _Start:
         for named, was in self._dicts:
             named.clear()
             named.update(was)
-        is_unwritten = all(version_of(tensor) == version for tensor, version in self._tensors)
-        return self._is_known and is_unwritten

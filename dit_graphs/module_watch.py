@@ -116,9 +116,8 @@ class ModuleWatch:
     def _adopt(self, now: ModuleState) -> None:
         if now is not self._base:
             self._base = now
-            self._id = self._ids[now.python] = self._ids.pop(now.python, None) or next(
-                self._numbers
-            )
+            self._id = self._ids.pop(now.python, 0) or next(self._numbers)
+            self._ids[now.python] = self._id
             if len(self._ids) > _KEPT_STATES:
                 self._ids.popitem(last=False)
 

@@ -229,7 +229,7 @@ class GraphRunner(EagerCalls):
         if not self._make_room(entry):
             return self._miss(entry, call, Reason.MAX_GRAPHS, self._room_detail())
         self._watch.before_pass()
-        refused: CaptureAborted | None = None
+        refused, start = None, self._start_of(call)
         try:
             result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
         except CaptureAborted as refusal:
@@ -237,6 +237,7 @@ class GraphRunner(EagerCalls):
         if refused is not None:
             return self._run_refused(entry, call, refused)
         self.stats.count_eager(Reason.WARMING_UP)
+        result = self._eagers_own(result, start, entry, call)
         self._learn_from_pass(entry, call)
         take(entry.taken, (call.positional, call.named))  # not before: a capture needs them whole
         return result

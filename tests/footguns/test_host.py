@@ -100,6 +100,22 @@ def test_b44_a_timestep_of_any_kind_is_the_timestep(where: Where, kind: str) -> 
         assert twin.replays == 17
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_b44_a_host_scalar_is_taken_in_its_own_precision(where: Where, draws: bool) -> None:
+    """Beside bf16, eager's kernels take it in float32; a copy on the device would be rounded."""
+
+    class Steps(nn.Module):
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:
+            return x * t + (torch.rand_like(x) if draws else 1)
+
+    twin = Twin(Steps(), where)
+    for _ in range(2):
+        with dit_graphs.request(total_steps=10):
+            for step in range(10):
+                x = where.randn(64, seed=step).to(torch.bfloat16)
+                twin(x, torch.tensor(1.0 - 0.0931 * step))
+
+
 @pytest.mark.parametrize("style", ["positional", "keyword"])
 @pytest.mark.parametrize("when", ["before wrapping", "after the capture"])
 def test_b45_a_patched_forward_is_honoured(where: Where, when: str, style: str) -> None:
