@@ -70,8 +70,9 @@ class ModuleWatch:
 
     @property
     def tells_little(self) -> bool:
-        """Whether a look shows changes again and again where a sweep finds none."""
-        return self._glance is None or self._in_vain >= _TIRED
+        """Whether a look shows changes again and again, where a sweep may find none."""
+        glance = self._glance
+        return glance is None or glance.is_blind or self._in_vain >= _TIRED
 
     def forget(self) -> None:
         """The next call looks at everything again, whatever its request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import dit_graphs
 from dit_graphs.glance import Glance
 from dit_graphs.module_state import sweep, weight_keys
+from dit_graphs.wrapping import runner_of
 
 
 @dataclass(slots=True)
@@ -207,6 +210,21 @@ def test_what_changes_by_itself_below_an_object_is_left_out() -> None:
     assert glance.is_same()
     layer[0].options["fn"] = torch.tanh
     assert not glance.is_same()
+
+
+def test_a_scripted_layer_is_never_taken_for_unchanged() -> None:
+    """Its tables lie below Python; the sweep reads them, a look does not."""
+    module = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Tanh()).eval()
+    assert not Glance(module).is_same()
+    plain = copy.deepcopy(module)
+    dit_graphs.wrap(module, backend="recorded")
+    with torch.no_grad():
+        for index in range(12):
+            x = torch.full((2, 4), float(index))
+            with dit_graphs.request(total_steps=2):
+                assert torch.equal(module(x), plain(x)) and torch.equal(module(-x), plain(-x))
+    runner = runner_of(module)
+    assert runner is not None and runner.stats.replays > 0
 
 
 def _plain_places(holder: dict[str, object]) -> Iterator[tuple[dict[str, object], str]]:
