@@ -15,11 +15,12 @@ import sys
 from collections.abc import Iterable
 from copy import copy
 from operator import is_
-from types import ModuleType
+from types import MethodType, ModuleType
 
 from torch import Tensor, nn
 
 from .module_state import derived_names, is_ours
+from .parts import callable_only
 from .watch import storage_key
 
 __all__ = ["HostRandom", "PythonState", "Reach", "storages_in"]
@@ -120,7 +121,7 @@ class _Attributes:
                 self._keep(f"{path}[{index}]", item, depth - 1)
         elif isinstance(value, set):
             self._sets.append((path, value, set(value)))
-        elif not (hasattr(value, "__code__") or hasattr(value, "__func__") or is_ours(value)):
+        elif not (callable_only(value) or isinstance(value, MethodType) or is_ours(value)):
             own = getattr(value, "__dict__", None)
             if isinstance(own, dict):
                 self._keep_dict(path, own, depth)

@@ -7,12 +7,12 @@ dicts hold and compares it object by object, without a line of Python for each.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeAlias
 
@@ -22,29 +22,39 @@ from torch.utils.hooks import RemovableHandle
 
 from .ambient import outside_modes
 from .module_state import (
+    HIDDEN_DEPTH,
     HOOK_TABLES,
-    LEAF_LIMIT,
     OBJECT_DEPTH,
     ClassFacts,
-    callable_only,
     derived_names,
     is_ours,
     tensor_key,
+)
+from .parts import (
+    CONTAINERS,
+    LEAF_LIMIT,
+    STRUCTURE,
+    behind,
+    callable_only,
+    members,
+    own_dict,
+    parts,
+    raw,
 )
 
 __all__ = ["Glance", "hooks_ever"]
 
 _Table: TypeAlias = "dict[str, object]"
-_Held: TypeAlias = "_Table | list[object] | set[object]"
+_Held: TypeAlias = "_Table | list[object] | set[object] | deque[object]"
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 _WEIGHTS = ("_parameters", "_buffers")
-_TABLES = (*_WEIGHTS, "_modules", *HOOK_TABLES)
 _TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _TWO = ("_buffers", "_buffers")  # a getter of two names or more returns a tuple
+_TABLES = (*_WEIGHTS, "_modules", *HOOK_TABLES)  # somebody may put others in their place
 _END = (object(),)  # one value more or fewer in front of it, and nothing stands where it stood
-_TOO_MUCH = 64 * LEAF_LIMIT
+_TOO_MUCH = 1 << 15
 
 
 def hooks_ever() -> int:
@@ -62,19 +72,19 @@ class Glance:
     @outside_modes
     def __init__(self, module: nn.Module, volatile: frozenset[str] = frozenset()) -> None:
         tree = _Tree(volatile)
-        for path, child in module.named_modules():
-            tree.visit(path, child)
+        modules = tree.visit_all(module)
         self._tree = tree
         self._kinds = list(map(type, _in(tree.weights)))
         self._is_weight = [kind is not type(None) for kind in self._kinds]
-        self._layers = list(map(id, _in(tree.layers)))
+        self._root = weakref.ref(module)
+        self._layers = self._in_place()
         self._values = list(tree.values())
         self._sizes = tree.sizes()
         self._places, self._odd_keys = self._where(), list(map(tensor_key, tree.odd()))
-        self._exact = self._exactly()
+        self._exact, self._bytes = self._exactly(), list(map(raw, tree.arrays))
         self._classes = ClassFacts(tree.classes)
         forget = partial(_forget, tree, self._values)  # nothing that leads back to this object
-        self._deaths = [weakref.ref(child, forget) for child in module.modules()]
+        self._deaths = [weakref.ref(child, forget) for child in modules]
 
     @property
     def is_blind(self) -> bool:
@@ -85,17 +95,19 @@ class Glance:
     def is_same(self) -> bool:
         """Whether nothing was put, taken away, exchanged or moved since.
 
-        Not looked at: classes, names of layers, and the layout of weights that lie where they lay.
+        Not looked at: what classes hold, names of layers and weights, the layout of weights that
+        lie where they lay, and whether the dicts that hold all this were exchanged as a whole.
         """
         tree = self._tree
         try:
             same = (
                 not any(tree.empty)
-                and list(map(id, _in(tree.layers))) == self._layers
+                and self._in_place() == self._layers
                 and self._where() == self._places
                 and tree.sizes() == self._sizes
                 and self._has_values()
                 and list(map(tensor_key, tree.odd())) == self._odd_keys
+                and list(map(raw, tree.arrays)) == self._bytes
             )
         except (LookupError, TypeError, AttributeError):  # what was there is gone
             return False
@@ -116,6 +128,14 @@ class Glance:
         self._values[:] = values  # the same numbers and strings, made anew
         return True
 
+    def _owners(self) -> list[object]:
+        return [self._root(), *_in(self._tree.layers), *self._tree.objects]
+
+    def _in_place(self) -> list[object]:
+        """What every layer and object is: itself, and its class."""
+        owners = self._owners()
+        return [*map(type, owners), *map(id, owners)]
+
     def _where(self) -> list[int]:
         """Where each weight and tensor lies, and how often those on the host were written."""
         tree, weights = self._tree, _in(self._tree.weights)
@@ -128,9 +148,11 @@ class Glance:
 
     def _exactly(self) -> tuple[list[object], ...]:
         tree = self._tree
+        names = itemgetter(*_TABLES)
         weights = list(chain(compress(_in(tree.weights), self._is_weight), tree.tensors))
         return (
-            list(map(type, _in(tree.layers))),
+            list(map(id, map(getattr, self._owners(), repeat("__dict__"), repeat(None)))),
+            list(map(id, chain.from_iterable(map(names, tree.attributes)))),
             list(chain.from_iterable(tree.layers)),
             list(chain.from_iterable(tree.weights)),
             list(map(attrgetter("dtype", "shape"), weights)),
@@ -153,8 +175,9 @@ def _is_other(value: object, before: object) -> bool:
     return type(value) not in _PLAIN or repr(value) != repr(before)
 
 
-def _fields(record: object) -> list[object]:
-    return [getattr(record, field.name, None) for field in dataclasses.fields(record)]  # type: ignore[arg-type]
+def _members_of(record: tuple[object, tuple[str, ...]]) -> list[object]:
+    value, names = record
+    return [getattr(value, name, None) for name in names]
 
 
 def _forget(tree: _Tree, values: list[object], _: object) -> None:
@@ -175,7 +198,11 @@ class _Tree:
         self.by_names: dict[tuple[str, ...], list[_Table]] = {}
         self.held: list[_Held] = []
         self.partly: list[tuple[Any, tuple[Any, ...]]] = []  # the rest changes by itself
-        self.records: list[object] = []
+        self.dicts: list[_Table] = []  # those of `held` whose keys count
+        self.objects: list[object] = []
+        self.records: list[tuple[object, tuple[str, ...]]] = []
+        self.arrays: list[object] = []
+        self.hidden: list[tuple[str, nn.Module]] = []
         self.tensors: list[Tensor] = []
         self.odd_tensors: list[Tensor] = []
         self.on_host: list[Tensor] = []
@@ -195,7 +222,8 @@ class _Tree:
         pairs = self.by_names.items()
         parts = [chain.from_iterable(map(itemgetter(*names), tables)) for names, tables in pairs]
         some = (map(held.__getitem__, keys) for held, keys in self.partly)
-        return chain(*parts, _in(self.held), *some, *map(_fields, self.records), _END)
+        records = map(_members_of, self.records)
+        return chain(*parts, _in(self.held), *self.dicts, *some, *records, _END)
 
     def sizes(self) -> list[int]:
         """How many places there are."""
@@ -206,6 +234,22 @@ class _Tree:
         weights = _in(self.odd_weights)
         yield from (weight for weight in weights if isinstance(weight, Tensor))
         yield from self.odd_tensors
+
+    def visit_all(self, module: nn.Module) -> list[nn.Module]:
+        """Visits a module, those registered below it and those that their attributes hold."""
+        found = dict(module.named_modules())
+        known = {id(child) for child in found.values()}
+        for path, child in found.items():
+            self.visit(path, child)
+        while self.hidden:
+            prefix, hidden = self.hidden.pop(0)
+            for path, child in hidden.named_modules(prefix=prefix):
+                if id(child) not in known:
+                    known.add(id(child))
+                    found[path] = child
+                    self.objects.append(child)
+                    self.visit(path, child)
+        return list(found.values())
 
     def visit(self, path: str, module: nn.Module) -> None:
         attributes = vars(module)
@@ -244,37 +288,46 @@ class _Tree:
             if value.device.type == "cpu":
                 self.on_host.append(value)
             return
-        if isinstance(value, nn.Module) or id(value) in self._seen:
+        if isinstance(value, nn.Module):
+            if depth >= OBJECT_DEPTH - HIDDEN_DEPTH:
+                self.hidden.append((path, value))
+            return
+        value = behind(value)
+        if id(value) in self._seen or is_ours(value):
             return
         self._seen.add(id(value))
         if len(self._seen) > _TOO_MUCH:
-            return self.forget()
-        if isinstance(value, (dict, list, tuple, set, frozenset)):
-            if len(value) <= LEAF_LIMIT:
-                keys = list(value) if isinstance(value, dict) else range(len(value))
-                items = value.values() if isinstance(value, dict) else value
-                self._keep_all(value, [f"{path}[{key!r}]" for key in keys], list(items), depth)
-        elif depth and not is_ours(value) and not callable_only(value):
-            self._keep_object(path, value, depth - 1)
-
-    def _keep_object(self, path: str, value: object, depth: int) -> None:
-        own = getattr(value, "__dict__", None)
-        if isinstance(own, dict):
+            self.forget()
+        elif raw(value) is not None:
+            self.arrays.append(value)
+        elif isinstance(value, STRUCTURE):
+            if not isinstance(value, CONTAINERS) or len(value) <= LEAF_LIMIT:
+                self._keep_parts(path, value, depth)
+        elif depth and not callable_only(value):
             self.classes[type(value)] = None
-            self._keep_all(own, [f"{path}.{name}" for name in own], list(own.values()), depth)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            self.records.append(value)
-            for item in _fields(value):
-                self._keep(path, item, depth)
+            self._keep_parts(path, value, depth - 1)
 
-    def _keep_all(self, held: object, paths: list[str], items: list[object], depth: int) -> None:
-        stays = [path not in self._volatile for path in paths]
-        if isinstance(held, (dict, list, set)):
-            if all(stays):
-                self.held.append(held)
-            elif isinstance(held, (dict, list)):
-                keys = list(held) if isinstance(held, dict) else range(len(held))
-                self.partly.append((held, tuple(compress(keys, stays))))
-        for path, item in compress(zip(paths, items, strict=True), stays):
-            if type(item) not in _PLAIN:
-                self._keep(path, item, depth)
+    def _keep_parts(self, path: str, value: object, depth: int) -> None:
+        own, names = own_dict(value), members(value)
+        if isinstance(value, dict):
+            self._hold(value, {key: f"{path}[{key!r}]" for key in value})
+        elif isinstance(value, (list, set, deque)):
+            self._hold(value, {index: f"{path}[{index}]" for index in range(len(value))})
+        if own is not None:
+            self._hold(own, {name: f"{path}.{name}" for name in own})
+            self.objects.append(value)
+        if names:
+            stay = tuple(name for name in names if f"{path}.{name}" not in self._volatile)
+            self.records.append((value, stay))
+        for way, item in parts(value):
+            if type(item) not in _PLAIN and f"{path}{way}" not in self._volatile:
+                self._keep(f"{path}{way}", item, depth)
+
+    def _hold(self, held: _Held, paths: dict[Any, str]) -> None:
+        if self._volatile.isdisjoint(paths.values()):
+            self.held.append(held)
+            if isinstance(held, dict):
+                self.dicts.append(held)
+        elif not isinstance(held, set):
+            stay = (key for key, path in paths.items() if path not in self._volatile)
+            self.partly.append((held, tuple(stay)))

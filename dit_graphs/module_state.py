@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .ambient import outside_modes
-from .tree import Identity, UnknownLeaf, freeze
+from .parts import CONTAINERS, LEAF_LIMIT, STRUCTURE, behind, callable_only, parts, raw
+from .tree import PLAIN, Identity, UnknownLeaf, freeze
 
 __all__ = [
+    "HIDDEN_DEPTH",
     "HOOK_TABLES",
-    "LEAF_LIMIT",
     "OBJECT_DEPTH",
     "ClassFacts",
     "ModuleState",
-    "callable_only",
     "derived_names",
     "is_ours",
     "sweep",
@@ -38,8 +38,8 @@ _EVERYBODYS = (nn.Module, object)
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 _CALLS = ("forward", "__call__")
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-LEAF_LIMIT = 512
 _SIMPLE = frozenset({bool, int, str, type(None)})
+HIDDEN_DEPTH = 1  # a layer in a list, or whose method stands in for a forward
 OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
 
 
@@ -114,11 +114,30 @@ class _Sweep:
         self.compiled: list[str] = []
         self.devices: set[torch.device] = set()
         self.seen: set[int] = set()
+        self.paths: dict[int, str] = {}
+        self.hidden: list[tuple[str, nn.Module]] = []  # held by an attribute, not registered
         # by identity, which holds while the value is kept here
         self.frozen: dict[int, tuple[object, tuple[Hashable, list[Tensor]] | None]] = {}
         self.classes: dict[type, None] = {}
 
-    def visit(self, path: str, module: nn.Module) -> None:
+    def tree(self, path: str, module: nn.Module, *, is_hidden: bool = False) -> None:
+        """Visits a module and those registered below it, each once."""
+        found: list[tuple[str, nn.Module]] = []
+        self.collect(path, module, found)
+        for where, child in found:
+            self.visit(where, child, is_hidden)
+
+    def collect(self, path: str, module: nn.Module, found: list[tuple[str, nn.Module]]) -> None:
+        if id(module) in self.paths:  # one layer at two places
+            self.note(f"{path}.is", self.paths[id(module)])
+            return
+        self.paths[id(module)] = path
+        found.append((path, module))
+        for name, child in module._modules.items():
+            if child is not None:
+                self.collect(f"{path}.{name}" if path else name, child, found)
+
+    def visit(self, path: str, module: nn.Module, is_hidden: bool) -> None:
         attributes = module.__dict__
         impl = attributes.get("_compiled_call_impl")
         if "_orig_mod" in attributes["_modules"] or not getattr(impl, "keeps_eager", impl is None):
@@ -127,7 +146,13 @@ class _Sweep:
         bare = not (attributes["_parameters"] or attributes["_buffers"] or attributes["_modules"])
         self.note(f"{path}.type", Identity(module if bare else type(module)))
         self.classes[type(module)] = None
+        self.note(
+            f"{path}.weights", " ".join([*module._parameters.keys(), *module._buffers.keys()])
+        )
         for tensor in _own_weights(module):
+            if is_hidden:  # whose device is its own business
+                self.caches.append(tensor)
+                continue
             self.weights.append(tensor_key(tensor))
             self.devices.add(tensor.device)
         for table in filter(attributes.get, HOOK_TABLES):
@@ -153,10 +178,13 @@ class _Sweep:
         self.values.append(value)
 
     def attribute(self, name: str, value: object, depth: int = 0) -> None:
-        if name in self.volatile:
+        if name in self.volatile or is_ours(value):
             return
-        if isinstance(value, nn.Module) or is_ours(value):
+        if isinstance(value, nn.Module):
+            if depth <= HIDDEN_DEPTH:
+                self.hidden.append((name, value))
             return
+        value = behind(value)
         if isinstance(value, Mapping) and not isinstance(value, dict):
             self.opaque(name, value, depth)  # it may read its values from a disk, or raise
             return
@@ -174,38 +202,35 @@ class _Sweep:
         if known is None:
             found: list[Tensor] = []
             try:
-                known = value, (freeze(value, found, limit=LEAF_LIMIT), found)
+                known = value, (freeze(value, found, limit=LEAF_LIMIT, is_exact=True), found)
             except UnknownLeaf:
                 known = value, None
             self.frozen[id(value)] = known
         return known[1]
 
     def opaque(self, name: str, value: object, depth: int) -> None:
-        """An object with identity, whose own plain state counts too."""
-        if isinstance(value, (list, tuple)) and len(value) <= LEAF_LIMIT and depth < OBJECT_DEPTH:
-            for index, item in enumerate(value):
-                self.attribute(f"{name}[{index}]", item, depth + 1)
-            return
-        if isinstance(value, dict) and len(value) <= LEAF_LIMIT and depth < OBJECT_DEPTH:
-            for key, item in list(value.items()):
-                self.attribute(f"{name}[{key!r}]", item, depth + 1)
-            return
-        if isinstance(value, (set, frozenset)) and len(value) <= LEAF_LIMIT:
-            self.note(name, tuple(sorted(map(repr, value))))
-            return
-        self.note(name, Identity(value))
-        own = getattr(value, "__dict__", None)
-        if (
-            depth >= OBJECT_DEPTH
-            or not isinstance(own, dict)
-            or id(value) in self.seen
-            or callable_only(value)
+        """An object without a key: what it is, and its parts."""
+        kind, size = type(value), len(value) if isinstance(value, CONTAINERS) else 0
+        is_structure = isinstance(value, STRUCTURE) and size <= LEAF_LIMIT
+        if not is_structure:
+            self.note(name, Identity(value))
+        elif isinstance(value, (set, frozenset)):
+            plain = (repr(item) for item in value if isinstance(item, PLAIN))
+            self.note(name, (kind, size, tuple(sorted(plain))))
+        else:
+            self.note(name, (kind, size))
+        content = raw(value)
+        if content is not None:
+            self.note(f"{name}.bytes", content)
+        elif id(value) not in self.seen and (
+            is_structure or (depth < OBJECT_DEPTH and not callable_only(value))
         ):
-            return
-        self.seen.add(id(value))
-        self.classes[type(value)] = None
-        for key, item in list(own.items()):
-            self.attribute(f"{name}.{key}", item, depth + 1)
+            self.seen.add(id(value))
+            if not is_structure:
+                self.classes[kind] = None
+                depth += 1
+            for way, item in parts(value):
+                self.attribute(f"{name}{way}", item, depth)
 
 
 def _plain_kind(value: object) -> type | None:
@@ -231,11 +256,19 @@ class ClassFacts:
         self._own = [(vars(parent), dict(vars(parent))) for parent in parents]
         named = [each for _, own in self._own for name in _CALLS for each in _named_in(own, name)]
         self._named = [(*each, each[0].get(each[1])) for each in named]
+        self._filled = [
+            (held, _content(held))
+            for _, own in self._own
+            for name, held in own.items()
+            if isinstance(held, CONTAINERS) and not name.startswith("__")
+        ]
 
     def is_same(self) -> bool:
         """Whether each class, and each name that its calls find, stands for what it stood for."""
-        return all(own.items() == before.items() for own, before in self._own) and all(
-            names.get(name) is value for names, name, value in self._named
+        return (
+            all(_are_same(own, before) for own, before in self._own)
+            and all(names.get(name) is value for names, name, value in self._named)
+            and all(_content(held) == before for held, before in self._filled)
         )
 
     @staticmethod
@@ -249,9 +282,29 @@ class ClassFacts:
                     yield value
                 elif type(value) in _SIMPLE or type(value) is float:
                     yield type(value), value
+                elif isinstance(value, CONTAINERS) and not name.startswith("__"):
+                    yield name, _content(value)
                 if name in _CALLS:
                     found = (names.get(n) for names, n in _named_in(vars(parent), name))
                     yield from (each for each in found if isinstance(each, FunctionType))
+
+
+def _content(held: object) -> Hashable:
+    """What a container of a class holds, as far as it is plain."""
+    try:
+        return freeze(held, [], limit=LEAF_LIMIT)
+    except UnknownLeaf:
+        return tuple(
+            sorted(f"{way} {item!r}" for way, item in parts(held) if isinstance(item, PLAIN))
+        )
+
+
+def _are_same(own: Mapping[str, object], before: dict[str, object]) -> bool:
+    """Never `==` between values: a class may hold tensors."""
+    return len(own) == len(before) and all(
+        name is other and value is held
+        for (name, value), (other, held) in zip(own.items(), before.items(), strict=True)
+    )
 
 
 def _named_in(own: Mapping[str, object], call: str) -> Iterator[tuple[dict[str, object], str]]:
@@ -271,17 +324,13 @@ def is_ours(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def callable_only(value: object) -> bool:
-    """Whether the object is a plain function or class, whose attributes are not state."""
-    return isinstance(value, type) or hasattr(value, "__code__") or hasattr(value, "__func__")
-
-
 @outside_modes
 def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleState:
     """The state of the whole tree now, without the attributes named in `volatile`."""
     state = _Sweep(volatile)
-    for path, child in module.named_modules():
-        state.visit(path, child)
+    state.tree("", module)
+    while state.hidden:
+        state.tree(*state.hidden.pop(0), is_hidden=True)
     for kind in state.classes:
         name = f"class {kind.__module__}.{kind.__qualname__}"
         if name not in volatile:

@@ -81,13 +81,16 @@ def freeze(
     limit: int = 4096,
     *,
     names_generators: bool = True,
+    is_exact: bool = False,
 ) -> Hashable:
     """A hashable copy of `value`'s structure and Python leaves; tensors go to `tensors` in order.
 
-    `True`, `1` and `1.0` freeze differently, as do `0.0` and `-0.0`. Raises `UnknownLeaf`.
+    `True`, `1` and `1.0` freeze differently, as do `0.0` and `-0.0`. Raises `UnknownLeaf`, for
+    arguments and with `is_exact` also for a container that holds more than its parts.
     """
+    is_exact = is_exact or keys is not _NO_KEYS
     try:
-        return _Freezer(tensors, keys, limit, names_generators).walk(value)
+        return _Freezer(tensors, keys, limit, names_generators, is_exact).walk(value)
     except RecursionError:  # a container that holds itself
         raise UnknownLeaf("size") from None
 
@@ -100,15 +103,21 @@ def typed(key: Hashable) -> Hashable:
 
 
 class _Freezer:
-    __slots__ = ("budget", "keys", "names_generators", "tensors")
+    __slots__ = ("budget", "is_exact", "keys", "names_generators", "tensors")
 
     def __init__(
-        self, tensors: list[Tensor], keys: LeafKeys, limit: int, names_generators: bool
+        self,
+        tensors: list[Tensor],
+        keys: LeafKeys,
+        limit: int,
+        names_generators: bool,
+        is_exact: bool,
     ) -> None:
         self.tensors = tensors
         self.keys = keys
         self.budget = limit
         self.names_generators = names_generators
+        self.is_exact = is_exact
 
     def walk(self, value: object) -> Hashable:
         self.budget -= 1
@@ -135,8 +144,8 @@ class _Freezer:
         return self.rare(kind, value)
 
     def check(self, value: object) -> None:
-        """An argument of a type of its own must be no more than its parts."""
-        if self.keys is not _NO_KEYS and _holds_more(value):
+        """A container of a type of its own must be no more than its parts."""
+        if self.is_exact and _holds_more(value):
             kind = type(value)
             raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__} with more than its parts")
 
@@ -162,9 +171,10 @@ class _Freezer:
             return (kind, tuple((n, self.walk(getattr(value, n))) for n in names))
         if kind in _known_by_parts:
             return (kind, tuple((n, self.walk(v)) for n, v in vars(value).items()))
-        raw = getattr(value, "tobytes", None)
-        if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and raw:
-            return (kind, raw())
+        if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
+            raw = getattr(value, "tobytes", None)
+            if raw is not None:
+                return (kind, raw())
         raise UnknownLeaf(f"{kind.__module__}.{kind.__qualname__}")
 
 
