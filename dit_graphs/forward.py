@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
+from .calls import Eager, Family
 from .errors import CaptureAborted, Reason
 from .signature import registered_leaves
 from .taken import GIVEN_TWICE, Taken, entries_taken, holds_twice
 from .tree import UnknownLeaf, map_tensors
 
-__all__ = ["Forward", "Run"]
+__all__ = ["Forward", "Run", "prepared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +118,19 @@ class Run:
 def _alias(buffer: Tensor) -> Tensor:
     alias: Tensor = torch.ops.aten.alias(buffer)
     return alias.requires_grad_() if buffer.requires_grad else alias
+
+
+def prepared(serving: Eager, family: Family | None) -> Eager:
+    """A runner's own method on prepared arguments, held weakly.
+
+    In a cycle with its runner, weights would wait for the collector after `unwrap`.
+    """
+    return partial(_call_prepared, WeakMethod(serving), family)
+
+
+def _call_prepared(
+    serving: WeakMethod[Eager], family: Family | None, /, *args: object, **kwargs: object
+) -> object:
+    eager = serving()
+    assert eager is not None, "called by the runner whose method it is"
+    return eager(*args, **kwargs) if family is None else family.run(partial(eager, *args), kwargs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -17,12 +16,12 @@ from .ambient import ambient_state
 from .backends import Recording
 from .budget import keep_budget
 from .cache import Entry, GraphCache, State
-from .calls import Eager, Family, RunnerOptions, resolve_backend, signature_source
+from .calls import Eager, RunnerOptions, resolve_backend, signature_source
 from .capture import Capturer
 from .config import GraphConfig
 from .counters import RunnerStats, log
 from .errors import CaptureAborted, Reason
-from .forward import Forward
+from .forward import Forward, prepared
 from .intercept import Intercept
 from .memory import DeviceState, device_state
 from .module_watch import ModuleWatch
@@ -76,8 +75,7 @@ class GraphHolding:
         if self.backend not in ("off", "none"):
             load_modes()
         ignore = frozenset(self.options.ignore)
-        # no method of ours: in a cycle, weights would wait for the collector after `unwrap`
-        eager = partial(_call_prepared, self.eager, self.options.family)
+        eager = prepared(self.call_eager, self.options.family)
         forward = Forward(self.module, eager, device, ignore)
         self._capturer = Capturer(
             forward, self.state, self.config, self.backend, self.stats, self.options.component
@@ -390,10 +388,3 @@ class GraphHolding:
         if self.options.describe is not None:
             return self.options.describe(signature)
         return signature.describe()
-
-
-def _call_prepared(
-    eager: Eager, family: Family | None, /, *args: object, **kwargs: object
-) -> object:
-    """The wrapped method on prepared arguments."""
-    return eager(*args, **kwargs) if family is None else family.run(partial(eager, *args), kwargs)
