@@ -106,8 +106,10 @@ class ModuleWatch:
         before, had_glance = self._base, self._glance is not None
         if self._glance is not None and before is not None and self._glance.is_exactly_same():
             return before
+        # not right after a change, which seldom comes alone
+        is_settled = before is not None and not had_glance and self._in_vain < _TIRED
         # first the glance: what changes between the two shows in the next one
-        is_wanted = self._is_watched or (before is not None and self._in_vain < _TIRED)
+        is_wanted = self._is_watched or is_settled
         self._glance = Glance(self.module, self._volatile) if is_wanted else None
         now = sweep(self.module, self._volatile)
         if had_glance and now == before:  # something is made anew again and again, all alike
