@@ -122,14 +122,19 @@ class _Sweep:
 
     def tree(self, path: str, module: nn.Module, *, is_hidden: bool = False) -> None:
         """Visits a module and those registered below it, each once."""
-        found: list[tuple[str, nn.Module]] = []
+        found: list[tuple[str, nn.Module | str]] = []
         self.collect(path, module, found)
         for where, child in found:
-            self.visit(where, child, is_hidden)
+            if isinstance(child, str):
+                self.note(f"{where}.is", child)
+            else:
+                self.visit(where, child, is_hidden)
 
-    def collect(self, path: str, module: nn.Module, found: list[tuple[str, nn.Module]]) -> None:
+    def collect(
+        self, path: str, module: nn.Module, found: list[tuple[str, nn.Module | str]]
+    ) -> None:
         if id(module) in self.paths:  # one layer at two places
-            self.note(f"{path}.is", self.paths[id(module)])
+            found.append((path, self.paths[id(module)]))
             return
         self.paths[id(module)] = path
         found.append((path, module))

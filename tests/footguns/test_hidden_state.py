@@ -189,6 +189,10 @@ PLACES: dict[str, tuple[Callable[[], object], Callable[[Scaled], object], Change
     "one layer for another": (
         int, lambda m: 1.0, lambda m: m.layers._modules.update({"2": m.layers[0]}),
     ),
+    "a layer's second place": (
+        int, lambda m: 1.0,
+        lambda m: m.layers._modules.update({"2": m.layers._modules.pop("2")}),
+    ),
     "a dict of attributes": (
         int, lambda m: getattr(m.layers[1], "scale", 1.0),
         lambda m: setattr(m.layers[1], "__dict__", {**vars(m.layers[1]), "scale": 2.0}),
@@ -227,6 +231,9 @@ def _two(name: str) -> list[Scaled]:
     both = [kind(make(), get).eval() for kind in kinds]
     for module in both:
         module.layers[1].__dict__.setdefault("scale", MethodType(lambda _: 1.0, module))
+        if name == "a layer's second place":  # Tanh, Linear, Tanh; then Tanh, Tanh, Linear
+            tanh, linear = module.layers[1], module.layers[0]
+            module.layers._modules = {"1": tanh, "2": linear, "3": tanh}
         if name == "a dict of attributes":
             module.layers[1].scale = 1.0
     return both
