@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from types import MappingProxyType, MethodType, SimpleNamespace
@@ -301,3 +303,18 @@ def test_an_adapter_that_stands_in_for_a_forward_is_part_of_the_module() -> None
             for adapter in adapters:
                 change(adapter)
             assert _same(*both)
+
+
+def test_an_adapter_that_is_taken_away_is_freed_by_the_next_call() -> None:
+    module = _two("a slot")[0]
+    dit_graphs.wrap(module, backend="recorded")
+    adapter = Added(module.layers[0])
+    gone = weakref.ref(adapter.down)
+    module.layers[0].forward = adapter.forward
+    with torch.no_grad():
+        for _ in range(6):
+            module(torch.ones(2, 4))
+        del module.layers[0].forward, adapter
+        module(torch.ones(2, 4))
+    gc.collect()
+    assert gone() is None
