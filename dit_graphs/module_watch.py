@@ -101,11 +101,13 @@ class ModuleWatch:
             self._checked = [*self._checked[-_KEPT_REQUESTS:], request.number]
         return change
 
-    def _state(self) -> ModuleState:
+    def _state(self, *, exactly: bool = True) -> ModuleState:
         """The module's state now: the last one where a glance shows it, else what a sweep finds."""
-        before, had_glance = self._base, self._glance is not None
-        if self._glance is not None and before is not None and self._glance.is_exactly_same():
-            return before
+        before, glance = self._base, self._glance
+        had_glance = glance is not None
+        if glance is not None and before is not None:
+            if glance.is_exactly_same() if exactly else glance.is_same():
+                return before
         # not right after a change, which seldom comes alone
         is_settled = before is not None and not had_glance and self._in_vain < _TIRED
         # first the glance: what changes between the two shows in the next one
@@ -151,7 +153,8 @@ class ModuleWatch:
 
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
-        before, now = self._base, self._state()
+        # no forward patches a class or turns a weight around where it lies
+        before, now = self._base, self._state(exactly=False)
         self._is_fresh = False
         if before is None or now is before:
             return None

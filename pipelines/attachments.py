@@ -42,8 +42,7 @@ def state_guard(
     """
 
     def check() -> tuple[Reason, str] | None:
-        is_marked = not all(map(_MARKS.isdisjoint, map(vars, module.modules())))
-        for path, child in module.named_modules() if is_marked else ():
+        for path, child in module.named_modules() if _is_marked(module) else ():
             for reason, name in _attached(child, serves_caches):
                 return reason, f"{name} on {path or type(module).__name__}"
         allows_breaks = backend != "full"
@@ -51,6 +50,20 @@ def state_guard(
         return (Reason.STEP_CACHE, refusal) if refusal is not None else None
 
     return check
+
+
+def _is_marked(module: nn.Module) -> bool:
+    """Whether anything at all is attached: asked for each picture, so without generators."""
+    seen: set[int] = set()
+    tables = [vars(module)]
+    for attributes in tables:  # which grows
+        if not _MARKS.isdisjoint(attributes):
+            return True
+        for child in attributes["_modules"].values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                tables.append(vars(child))
+    return False
 
 
 def _attached(child: nn.Module, serves_caches: bool) -> Iterator[tuple[Reason, str]]:
