@@ -105,9 +105,9 @@ class ModuleWatch:
         """The module's state now: the last one where a glance shows it, else what a sweep finds."""
         before, glance = self._base, self._glance
         had_glance = glance is not None
-        if glance is not None and before is not None:
-            if glance.is_exactly_same() if exactly else glance.is_same():
-                return before
+        shows = glance and (glance.is_exactly_same if exactly else glance.is_same)
+        if before is not None and shows is not None and shows():
+            return before
         # not right after a change, which seldom comes alone
         is_settled = before is not None and not had_glance and self._in_vain < _TIRED
         # first the glance: what changes between the two shows in the next one
