@@ -105,8 +105,7 @@ class ModuleWatch:
         """The module's state now: the last one where a glance shows it, else what a sweep finds."""
         before, glance = self._base, self._glance
         had_glance = glance is not None
-        shows = glance and (glance.is_exactly_same if exactly else glance.is_same)
-        if before is not None and shows is not None and shows():
+        if glance is not None and before is not None and _shows(glance, exactly):
             return before
         # not right after a change, which seldom comes alone
         is_settled = before is not None and not had_glance and self._in_vain < _TIRED
@@ -174,6 +173,10 @@ class ModuleWatch:
         if self._moved < 2:
             return None
         return Reason.OFFLOAD, "weights change their address during the call"
+
+
+def _shows(glance: Glance, exactly: bool) -> bool:
+    return glance.is_exactly_same() if exactly else glance.is_same()
 
 
 def _worse(one: Change | None, other: Change | None) -> Change | None:
