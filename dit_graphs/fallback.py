@@ -69,9 +69,9 @@ class EagerCalls(GraphHolding):
 
     def _start_of(self, call: Call) -> _Start | None:
         """What a pass over the call's buffers starts from, where its bits may not be eager's."""
-        if all(tensor.device == self.device for tensor in call.tensors):
-            return None
-        return _Start(self.state, call.args, call.kwargs)
+        if any(not tensor.dim() and tensor.device != self.device for tensor in call.tensors):
+            return _Start(self.state, call.args, call.kwargs)
+        return None
 
     def _eagers_own(self, result: object, start: _Start | None, entry: Entry, call: Call) -> object:
         """Eager's result in place of the pass's: kernels take a scalar of the host as it is, one on
