@@ -116,7 +116,11 @@ class Glance:
     @outside_modes
     def is_exactly_same(self) -> bool:
         """Whether a sweep would find what one found then."""
-        return self.is_same() and self._exactly() == self._exact and self._classes.is_same()
+        return self.is_same() and self._exactly() == self._exact and self.has_classes()
+
+    def has_classes(self) -> bool:
+        """Whether the classes hold what they held, in functions, plain values and containers."""
+        return self._classes.is_same()
 
     def _has_values(self) -> bool:
         """Never `==`: tensors compare on the device."""

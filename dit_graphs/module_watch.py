@@ -152,7 +152,7 @@ class ModuleWatch:
 
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
-        # no forward patches a class or turns a weight around where it lies
+        # no forward turns a weight around where it lies
         before, now = self._base, self._state(exactly=False)
         self._is_fresh = False
         if before is None or now is before:
@@ -176,7 +176,7 @@ class ModuleWatch:
 
 
 def _shows(glance: Glance, exactly: bool) -> bool:
-    return glance.is_exactly_same() if exactly else glance.is_same()
+    return glance.is_exactly_same() if exactly else glance.is_same() and glance.has_classes()
 
 
 def _worse(one: Change | None, other: Change | None) -> Change | None:
