@@ -7,8 +7,12 @@ imported, and the library then raises an error of its own around it.
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import typer
@@ -29,13 +33,14 @@ def command(
     """Add `run` to `app` as command `name`; its docstring is the help, its result the exit code."""
 
     def called(**values: Any) -> int:
-        try:
-            return run(Given(values))
-        except typer.Exit:  # the command has said how it ends, Ctrl-C included
-            raise
-        except BaseException as error:  # the library under typer would end without a word
-            if not _is_interrupt(error):
+        with _noting_interrupts() as interrupts:
+            try:
+                return run(Given(values))
+            except typer.Exit:  # the command has said how it ends, Ctrl-C included
                 raise
+            except BaseException as error:  # the library under typer would end without a word
+                if not (interrupts or _is_interrupt(error)):
+                    raise
             print("interrupted; no file was finished", file=sys.stderr)
             return INTERRUPTED
 
@@ -46,6 +51,29 @@ def command(
     called.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
     called.__annotations__ = {}
     app.command(name)(called)
+
+
+@contextmanager
+def _noting_interrupts() -> Iterator[list[int]]:
+    """A list that each Ctrl-C inside makes longer: a library in C may lose the exception itself."""
+    heard: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield heard
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if callable(before):
+            before(number, frame)
+
+    if callable(before):  # one that is ignored stays so
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield heard
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, before)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

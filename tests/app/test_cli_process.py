@@ -271,6 +271,37 @@ def test_ctrl_c_leaves_finished_files_and_names_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for child processes")
+def test_ctrl_c_that_a_library_loses_is_still_one(tmp_path: Path) -> None:
+    """A library in C, interrupted while it is imported, answers with an error without a cause."""
+    code = """
+import os, signal, sys
+from dit_graphs.app import cli
+from dit_graphs.app.cli import generate
+
+def imported(given):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.sigtimedwait([], 1)
+    except KeyboardInterrupt:
+        pass
+    raise ImportError("initialisation failed")
+
+generate.run = imported
+sys.exit(cli.main(["generate", "a cat"]))
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        preexec_fn=_heeds_ctrl_c,
+        timeout=100,
+    )
+    assert process.stderr == "interrupted; no file was finished\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for child processes")
 def test_ctrl_c_before_the_first_picture_says_so(tmp_path: Path) -> None:
     code = (
         "import sys; from dit_graphs.app.cli import generate, main; print('ready', flush=True);"
