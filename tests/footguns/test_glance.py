@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import dit_graphs
+from dit_graphs.backends.recorded import RecordedRecording
 from dit_graphs.glance import Glance
 from dit_graphs.module_state import sweep, weight_keys
 from dit_graphs.wrapping import runner_of
@@ -212,8 +213,15 @@ def test_what_changes_by_itself_below_an_object_is_left_out() -> None:
     assert not glance.is_same()
 
 
-def test_a_scripted_layer_is_never_taken_for_unchanged() -> None:
-    """Its tables lie below Python; the sweep reads them, a look does not."""
+def test_a_scripted_layer_is_never_taken_for_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables lie below Python; the sweep reads them, a look does not. So it comes first, and no
+    replay is launched to be given up.
+    """
+    launches = []
+    replay = RecordedRecording.replay
+    monkeypatch.setattr(
+        RecordedRecording, "replay", lambda self: launches.append(1) or replay(self)
+    )
     module = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Tanh()).eval()
     assert not Glance(module).is_same()
     plain = copy.deepcopy(module)
@@ -225,6 +233,7 @@ def test_a_scripted_layer_is_never_taken_for_unchanged() -> None:
                 assert torch.equal(module(x), plain(x)) and torch.equal(module(-x), plain(-x))
     runner = runner_of(module)
     assert runner is not None and runner.stats.replays > 0
+    assert len(launches) == runner.stats.replays + runner.stats.compares
 
 
 def _plain_places(holder: dict[str, object]) -> Iterator[tuple[dict[str, object], str]]:

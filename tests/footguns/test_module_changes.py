@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import tiny
@@ -225,6 +226,26 @@ def test_the_look_between_two_steps_costs_no_sweep(monkeypatch: pytest.MonkeyPat
     )
     pair.latents(steps=6, callback_on_step_end=lambda pipe, step, timestep, kept: kept)
     assert len(sweeps) == 1
+
+
+def test_a_forward_that_counts_in_its_class_is_replayed_all_the_same() -> None:
+    """What it changes in each pass is no key; what somebody else puts there is."""
+
+    class Counting(Blend):
+        calls: ClassVar[list[int]] = []
+
+        def forward(self, x: Tensor, row: Tensor) -> Tensor:
+            Counting.calls.append(1)
+            return super().forward(x, row)
+
+    module, plain = Counting().eval(), Blend().eval()
+    dit_graphs.wrap(module, backend="recorded")
+    with torch.no_grad():
+        for picture in range(8):
+            with dit_graphs.request(total_steps=3):
+                for index in range(3 * picture, 3 * picture + 3):
+                    assert torch.equal(module(*inputs(index)), plain(*inputs(index)))
+    assert runner_of(module).stats.replays >= 6
 
 
 def test_states_that_never_come_back_are_let_go() -> None:

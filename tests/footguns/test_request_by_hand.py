@@ -59,7 +59,7 @@ def test_the_next_call_of_a_request_by_hand_sees_it(
 
     module, plain = Noisy().eval(), Noisy().eval()
     dit_graphs.wrap(module, backend="recorded")
-    with torch.no_grad(), dit_graphs.request(total_steps=12):
+    with torch.no_grad(), dit_graphs.request(total_steps=12) as request:
         for step in range(12):
             if step == at:
                 change(module)
@@ -72,6 +72,7 @@ def test_the_next_call_of_a_request_by_hand_sees_it(
             assert torch.equal(results[0], results[2]), step
             assert torch.equal(results[1], results[3]), step
     assert runner_of(module).stats.replays > 0 or change is _hook
+    assert sum(request.calls.values()) <= 12, "a call that is made anew is one call"
 
 
 @pytest.mark.parametrize("verify", [True, False])
