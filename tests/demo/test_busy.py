@@ -58,7 +58,7 @@ def test_on_a_gpu_a_busy_stage_is_busier_than_an_idle_one() -> None:
         meter.mark()
     assert meter.stages is not None, meter.problem
     (busy, length), (idle, pause) = meter.stages
-    assert busy > 0.5 * length  # other processes of a test run have their turns on the device
+    assert busy > 0.8 * length
     assert pause > 40.0
     assert idle < 1.0
 

