@@ -20,6 +20,37 @@ from .tree import Identity
 
 __all__ = ["ambient_state", "foreign_mode", "outside_modes"]
 
+_SETTINGS: tuple[Callable[[], Hashable], ...] = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_mkldnn_enabled,
+)
+# settings that only some torch releases have, and objects that change with each question
+_BY_NAME: tuple[Callable[[], object], ...] = tuple(
+    getattr(torch._C, name)
+    for name in ("_get_cublas_allow_fp16_accumulation", "_get_blas_preferred_backend")
+    if hasattr(torch._C, name)
+)
+_OLD_PRECISION: tuple[Callable[[], Hashable], ...] = (
+    torch._C._get_float32_matmul_precision,
+    torch._C._get_cublas_allow_tf32,
+    torch._C._get_cudnn_allow_tf32,
+)
+_new_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+_KINDS_OF_PRECISION = (
+    *(("cuda", op) for op in ("matmul", "conv", "rnn")),
+    *(("mkldnn", op) for op in ("matmul", "conv", "rnn")),
+    ("generic", "all"),
+)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -64,56 +95,31 @@ def foreign_mode(device: torch.device) -> Reason | None:
 
 def ambient_state(device: torch.device) -> Hashable:
     """A hashable value of everything outside the call that selects kernels or precision."""
-    core = torch._C
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (
         autocast,
-        core._get_flash_sdp_enabled(),
-        core._get_mem_efficient_sdp_enabled(),
-        core._get_math_sdp_enabled(),
-        core._get_cudnn_sdp_enabled(),
-        tuple(core._get_sdp_priority_order()),
-        _precision(),
-        *_optional("_get_cublas_allow_fp16_accumulation", "_get_blas_preferred_backend"),
-        core._get_cublas_allow_bf16_reduced_precision_reduction(),
-        core._get_cublas_allow_fp16_reduced_precision_reduction(),
-        core._get_cudnn_enabled(),
-        core._get_cudnn_benchmark(),
-        core._get_cudnn_deterministic(),
-        core._get_deterministic_algorithms(),
-        core._get_mkldnn_enabled(),
+        *[getter() for getter in _SETTINGS],
+        *[str(getter()) for getter in _BY_NAME],
+        tuple(torch._C._get_sdp_priority_order()),
+        *_precision(),
         torch.get_default_dtype(),
         _default_device(),
         Identity(torch.nn.functional.scaled_dot_product_attention),  # exchanged by name, as a rule
     )
 
 
-def _optional(*names: str) -> list[Hashable]:
-    """Settings that only some torch releases have."""
-    getters = (getattr(torch._C, name, None) for name in names)
-    return [str(getter()) for getter in getters if getter is not None]
-
-
-def _precision() -> tuple[Hashable, ...]:
+def _precision() -> list[Hashable]:
     """TF32 and its kin; torch refuses the old getters once the new settings were used."""
-    core = torch._C
     found: list[Hashable] = []
-    for getter in (
-        core._get_float32_matmul_precision,
-        core._get_cublas_allow_tf32,
-        core._get_cudnn_allow_tf32,
-    ):
+    for getter in _OLD_PRECISION:
         try:
             found.append(getter())
         except RuntimeError:
             found.append("mixed")
-    newer = getattr(core, "_get_fp32_precision_getter", None)
-    if newer is not None:
-        found.extend(newer("cuda", op) for op in ("matmul", "conv", "rnn"))
-        found.extend(newer("mkldnn", op) for op in ("matmul", "conv", "rnn"))
-        found.append(newer("generic", "all"))
-    return tuple(found)
+    if _new_precision is not None:
+        found.extend([_new_precision(*kind) for kind in _KINDS_OF_PRECISION])
+    return found
 
 
 def _default_device() -> str:

@@ -38,6 +38,7 @@ __all__ = ["Capturer"]
 
 _NOTHING_SEEN = Observation(ConstantTable(), (), (), (), False, frozenset(), (), 0)
 _MAX_PASSES = 4
+_NEVER = 1 << 30
 _WORTH_KEEPING = 0.97  # a replay slower than this share of eager is not kept under "auto"
 _LAUNCH_BOUND = 1.15  # device time within this share of host time: the device waits for Python
 
@@ -102,6 +103,17 @@ class Capturer:
         saving = self._saving_ms(entry)
         ahead = max((left or 0) - 1, 0) * saving
         return max(ahead, entry.lost_ms) > self._expected_cost_ms(entry)
+
+    def hopeless_calls(self, entry: Entry) -> tuple[int, float]:
+        """How many calls after this one, which was not admitted, will not be either within its
+        request, and what each of them loses, in ms.
+        """
+        is_asked = self.backend == "auto" and self.config.capture != "first_use"
+        if not is_asked or self.is_warming_up or entry.eager_ms is None:
+            return 0, 0.0
+        saving = self._saving_ms(entry)
+        still = self._expected_cost_ms(entry) - entry.lost_ms
+        return (int(still / saving) if saving > 0.0 else _NEVER), saving
 
     def _expected_cost_ms(self, entry: Entry) -> float:
         captures = self._capture_ms if self._capture_ms is not None else 3.0 * entry.host_ms

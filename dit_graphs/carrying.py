@@ -76,6 +76,9 @@ class CarryingRunner(GraphRunner):
             entry.observation = None
         return moved
 
+    def _is_by_itself(self, call: Call) -> bool:
+        return _STATE not in call.kwargs and super()._is_by_itself(call)
+
     def _drop(self, entry: Entry, call: Call, reason: Reason, detail: str) -> object:
         """A decision fell otherwise than in this graph: the other branch's graph serves."""
         signature = entry.signature.under(ambient_state(self.device), self._extra())

@@ -19,6 +19,7 @@ from .counters import log
 from .errors import FallbackError, Reason, forget_refusals
 from .holding import GraphHolding
 from .memory import DeviceState
+from .pauses import Pause
 from .taken import reached, repeatable
 from .tree import PLAIN
 
@@ -34,6 +35,14 @@ class EagerCalls(GraphHolding):
         differs = self._difference(reason, entry.signature)
         return self._fall_back(reason, detail, call.args, call.kwargs, differs)
 
+    def _pass_by(self, pause: Pause, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """A call that is put off for as long as its request lasts."""
+        entry = pause.entry
+        pause.request.count(entry.signature)
+        entry.uses += 1
+        entry.lost_ms += pause.saving_ms
+        return self._fall_back(Reason.NOT_ADMITTED, "", args, kwargs)
+
     def _fall_back(
         self,
         reason: Reason,
@@ -46,7 +55,9 @@ class EagerCalls(GraphHolding):
         self._watch.ran_eager = True
         if self.config.strict and not reason.is_asked_for:
             raise FallbackError(reason, detail) from None
-        start = None if reason is Reason.FOREIGN_MODE else _Start(self.state, args, kwargs)
+        is_foreign = reason is Reason.FOREIGN_MODE
+        may_repeat = not is_foreign and self.state.may_hold_graphs  # it takes the memory of some
+        start = _Start(self.state, args, kwargs) if may_repeat else None
         try:
             return self.call_eager(*args, **kwargs)
         except torch.OutOfMemoryError:

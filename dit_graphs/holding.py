@@ -15,8 +15,8 @@ from torch import nn
 from .ambient import ambient_state
 from .backends import Recording
 from .budget import keep_budget
-from .cache import Entry, GraphCache, State
-from .calls import Eager, RunnerOptions, resolve_backend, signature_source
+from .cache import Entry, GraphCache
+from .calls import Eager, RunnerOptions, resolve_backend
 from .capture import Capturer
 from .config import GraphConfig
 from .counters import RunnerStats, log
@@ -25,7 +25,8 @@ from .forward import Forward, prepared
 from .intercept import Intercept
 from .memory import DeviceState, device_state
 from .module_watch import ModuleWatch
-from .request_scope import Request, current_request
+from .pauses import Pauses
+from .request_scope import current_request
 from .signature import CallForm, Signature
 from .tree import typed
 from .watch import load_modes
@@ -64,6 +65,7 @@ class GraphHolding:
     _form: CallForm
     _form_source: Eager
     _watch: ModuleWatch
+    _pauses: Pauses
     _capturer: Capturer
 
     def _settle_on(self, device: torch.device) -> None:
@@ -88,6 +90,7 @@ class GraphHolding:
         call that is left to the next one.
         """
         self._watch.forget()
+        self._pauses.clear()
         if self.holds_graphs() and self._watch.has_moved():
             with self.state.gate.alone() as is_alone:
                 if is_alone:
@@ -155,6 +158,7 @@ class GraphHolding:
         moved = self._watch.adopt_changes()
         now = entry.signature.under(ambient_state(self.device), self._extra())
         if now != entry.signature:
+            self._watch.expect_changes()
             self._rekey(entry, now)
         return moved
 
@@ -210,40 +214,6 @@ class GraphHolding:
         elif worth is not None and not self.stats.has_estimate:
             self.stats.has_estimate = True
             log.info("%s: %s", self.stats.component, worth)
-
-    def _check_module(self, request: Request | None) -> bool:
-        """Weights, hooks, Python state are as captured; whether a look must still show it."""
-        if self._watch.is_current(request):
-            self._raise_refusal()
-            return request is not None and request.is_watched
-        change = self._watch.refresh(request)
-        source = signature_source(self.module, self.eager)
-        if source != self._form_source:  # somebody patched `forward`
-            self._form_source = source
-            self._form = CallForm(source, self.options.ignore)
-        if change == "weights":
-            self.cache.unblock_all()
-            if self.cache.held():
-                self._invalidate()
-        elif change == "caches":
-            for entry in self.cache.held():
-                entry.state = State.CAPTURED  # compared once more before it serves again
-        # offload first: then the device of the weights is one of the moment
-        self._watch.refusal = self._watch.refusal or self._guarded() or self._follow_weights()
-        self._raise_refusal()
-        return False
-
-    def _raise_refusal(self) -> None:
-        if self._watch.refusal is not None:
-            raise CaptureAborted(*self._watch.refusal)
-
-    def _follow_weights(self) -> tuple[Reason, str] | None:
-        """The runner serves where the weights lie now; the reason if no graph is possible there."""
-        here = self._watch.device
-        if here is not None and here != self.device:
-            self._leave_device()
-            self._settle_on(here)
-        return (Reason.NO_CUDA, str(here)) if self.backend == "none" else None
 
     def _make_room(self, entry: Entry) -> bool:
         if not entry.is_held and not self.cache.make_room(entry):

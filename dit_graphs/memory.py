@@ -165,6 +165,11 @@ class DeviceState:
 
     needs_trial = False
 
+    @property
+    def may_hold_graphs(self) -> bool:
+        """Whether any runner may have a graph here; asked in every eager call."""
+        return True
+
     def default_budget(self) -> int:
         """The bytes "auto" allows graphs on this device."""
         return 1 << 62
@@ -252,6 +257,10 @@ class CudaState(DeviceState):
 
     HEADROOM_BYTES = 256 << 20
     needs_trial = True
+
+    @property
+    def may_hold_graphs(self) -> bool:
+        return self._pool is not None
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -25,6 +25,7 @@ Change = Literal["weights", "caches"]
 _KEPT_REQUESTS = 16
 _KEPT_STATES = 64  # an older one that comes back is a new one
 _TIRED = 3  # an attribute the forward changed this often is no longer part of the key
+_QUIET = 4  # passes in a row that changed nothing: the next one is not expected to
 
 
 class ModuleWatch:
@@ -48,6 +49,8 @@ class ModuleWatch:
         self._glance: Glance | None = None  # made before `_base` was swept, never after
         self._in_vain = 0
         self._is_watched = False
+        self._must_sweep = True  # somebody said that something changed
+        self._quiet_passes = 0
 
     @property
     def device(self) -> torch.device | None:
@@ -56,7 +59,7 @@ class ModuleWatch:
         return next(iter(devices)) if len(devices) == 1 else None
 
     def is_current(self, request: Request | None) -> bool:
-        """Whether this request was checked and nothing was said since; `is_unchanged` looks."""
+        """Whether this request was checked and nothing was said since; `is_as_checked` looks."""
         if request is None or request.number not in self._checked:
             return False
         if self._hooks_ever != hooks_ever():
@@ -64,9 +67,39 @@ class ModuleWatch:
         self._is_fresh = False
         return True
 
-    def is_unchanged(self) -> bool:
-        """Whether a look at the module shows what the last sweep saw."""
-        return self._glance is not None and self._glance.is_same()
+    def can_wait(self) -> bool:
+        """Whether a call that is new to `is_current` may begin before it is checked.
+
+        Nobody said that something changed, and the memory of every weight is still the weight's.
+        """
+        is_told = self._must_sweep or self._pending is not None or self.refusal is not None
+        return not (is_told or self.tells_little) and self._hooks_ever == hooks_ever()
+
+    def is_as_checked(self, request: Request | None) -> bool:
+        """Whether a look shows what the last sweep saw: a quick one where the request is checked.
+
+        After a closer one it is; whoever asks has made sure that nothing else is in the way.
+        """
+        glance = self._glance
+        if glance is None:
+            return False
+        if self.is_current(request):
+            return glance.is_same()
+        hooks = hooks_ever()
+        if not glance.is_exactly_same():
+            return False
+        self._hooks_ever = hooks
+        self._note_checked(request)
+        return True
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the last passes changed nothing, so that one more need not be looked at."""
+        return self._quiet_passes >= _QUIET
+
+    def expect_changes(self) -> None:
+        """A pass did change something, wherever that lies."""
+        self._quiet_passes = 0
 
     @property
     def tells_little(self) -> bool:
@@ -76,6 +109,7 @@ class ModuleWatch:
 
     def forget(self) -> None:
         """The next call looks at everything again, whatever its request."""
+        self._must_sweep = True
         self._checked.clear()
 
     def has_moved(self) -> bool:
@@ -94,12 +128,17 @@ class ModuleWatch:
         now = self._state()
         change, self._pending = _worse(self._pending, self._change(now)), None
         self._adopt(now)
-        self.ran_eager = False
-        self._is_fresh = True
         self.refusal = _refusal(now)
+        if change is not None:
+            self.expect_changes()
+        self._note_checked(request)
+        return change
+
+    def _note_checked(self, request: Request | None) -> None:
+        self._must_sweep = self.ran_eager = False
+        self._is_fresh = True
         if request is not None:
             self._checked = [*self._checked[-_KEPT_REQUESTS:], request.number]
-        return change
 
     def _state(self, *, exactly: bool = True) -> ModuleState:
         """The module's state now: the last one where a glance shows it, else what a sweep finds."""
@@ -144,7 +183,7 @@ class ModuleWatch:
         now = self._state()
         self._pending = _worse(self._pending, self._change(now))
         if self._pending is not None or now.python != self._base.python:
-            self._checked.clear()  # what somebody changed is honoured by the next call
+            self.forget()  # what somebody changed is honoured by the next call
         self._adopt(now)
 
     def adopt_changes(self) -> tuple[Reason, str] | None:
@@ -156,7 +195,9 @@ class ModuleWatch:
         before, now = self._base, self._state(exactly=False)
         self._is_fresh = False
         if before is None or now is before:
+            self._quiet_passes += 1
             return None
+        self.expect_changes()
         # counted inside passes only: a scale that the user turns must never leave the key
         self._changes.update(now.changed_attributes(before))
         restless = {name for name, count in self._changes.items() if count >= _TIRED}
@@ -168,7 +209,7 @@ class ModuleWatch:
         if now.weights == before.weights:
             return None
         self._pending = "weights"  # graphs of other signatures read the old ones
-        self._checked.clear()
+        self.forget()
         self._moved += 1
         if self._moved < 2:
             return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +27,10 @@ from .calls import (
 from .config import GraphConfig
 from .counters import RunnerStats
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
-from .fallback import EagerCalls
+from .learning import Learning
 from .module_watch import ModuleWatch
-from .request_scope import current_request
+from .pauses import Pauses
+from .request_scope import Request, current_request
 from .signature import CallForm, sign
 from .taken import GIVEN_TWICE, holds_twice, repeatable, take
 from .tree import UnknownLeaf
@@ -38,17 +38,8 @@ from .verify import Undo, Verdict, verify_call
 
 __all__ = ["GraphRunner", "RunnerOptions"]
 
-_LARGE_BYTES = 64 << 20
-_OBSERVABLE = (
-    Reason.CAPTURE_FAILED,
-    Reason.CONSTANT_CHANGED,
-    Reason.HOST_COPY,
-    Reason.HOST_READ,
-    Reason.STATE_ESCAPED,
-)
 
-
-class GraphRunner(EagerCalls):
+class GraphRunner(Learning):
     """Serves calls of `eager` (a method of `module`) from graphs where that is proven equal."""
 
     def __init__(
@@ -66,6 +57,7 @@ class GraphRunner(EagerCalls):
         self._form_source = signature_source(module, eager)
         self._form = CallForm(self._form_source, options.ignore)
         self._watch = ModuleWatch(module)
+        self._pauses = Pauses()
         self._learning = threading.Lock()
         self._draws_from_generators = False  # until a pass does: most only hand them on
         self._open_family()
@@ -81,8 +73,12 @@ class GraphRunner(EagerCalls):
             return self._serve_given(args, kwargs)
 
     def _serve_given(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        request = current_request()
+        pause = self._pauses.find(request, args, kwargs)
+        if pause is not None and not self._capturer.is_warming_up:
+            return self._pass_by(pause, args, kwargs)
         try:
-            call, entry = self._look_up(args, kwargs)
+            call, entry = self._look_up(request, args, kwargs)
         except CaptureAborted as refusal:
             return self._fall_back(refusal.reason, refusal.detail, args, kwargs)
         if call.request is not None:
@@ -111,9 +107,10 @@ class GraphRunner(EagerCalls):
         # weights that come by a hook are away for the moment only
         return Reason.OFFLOAD if found and found[0] is Reason.OFFLOAD else Reason.NO_CUDA
 
-    def _look_up(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Call, Entry]:
+    def _look_up(
+        self, request: Request | None, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[Call, Entry]:
         """The call's entry, new or known. Raises `CaptureAborted` with the reason for eager."""
-        request = current_request()
         number = request.number if request is not None else None
         must_look, given = self._check_module(request), (args, kwargs)
         args, kwargs = self._padded(args, kwargs)
@@ -157,135 +154,13 @@ class GraphRunner(EagerCalls):
             return self._compare(entry, call)
         if entry.state is State.BLOCKED:
             assert entry.blocked is not None
+            is_checked = self._watch.is_current(call.request)
+            if not is_checked and self._is_outdated(call):  # what forbade a graph may be gone
+                return self._serve_anew(entry, call)
             if not entry.retry_after or entry.uses < entry.retry_after:
                 return self._miss(entry, call, *entry.blocked)
             entry.unblock()
         return self._learn(entry, call)
-
-    def _is_outdated(self, call: Call) -> bool:
-        """Whether the module is no longer what this request checked; the call looks once."""
-        must_look, call.must_look = call.must_look, False
-        return must_look and not self._watch.is_unchanged()
-
-    def _serve_anew(self, entry: Entry, call: Call) -> object:
-        if call.request is not None:
-            call.request.uncount(entry.signature)
-        self._watch.forget()
-        return self._serve_given(*call.given)
-
-    # Learning: plain, then observed and captured.
-    def _learn(self, entry: Entry, call: Call) -> object:
-        if self.config.capture == "warmup_only" and not self._capturer.is_warming_up:
-            return self._miss(entry, call, Reason.WARMUP_ONLY)
-        if self.state.is_replaying_here():  # whoever is only called there never replays
-            return self._plain(entry, call, Reason.NESTED_REPLAY)
-        if self._is_put_off(entry, call):
-            return self._plain(entry, call, Reason.NOT_ADMITTED)
-        if self._is_outdated(call):
-            return self._serve_anew(entry, call)
-        if not self._learning.acquire(blocking=False):  # another thread is learning the module
-            return self._plain(entry, call)
-        try:
-            if not self._starts_plain(entry):
-                return self._observe_and_capture(entry, call)
-            result = self._plain(entry, call)
-            is_soon = self._capturer.may_capture_now(entry, call.request)
-            if is_soon and call.is_whole(entry.signature):
-                self._capture(entry, call)
-            return result
-        finally:
-            self._learning.release()
-
-    def _starts_plain(self, entry: Entry) -> bool:
-        is_first = entry.state is State.COLD and self.config.capture != "first_use"
-        return is_first and not self._capturer.is_warming_up
-
-    def _is_put_off(self, entry: Entry, call: Call) -> bool:
-        """Whether a call is to pass in which nothing is learned."""
-        if self._starts_plain(entry):
-            return False
-        is_early = entry.uses < entry.plan.uses_before_observation
-        if is_early and not self._capturer.is_warming_up:
-            return True
-        return not self._capturer.admits(entry, call.request)
-
-    def _plain(self, entry: Entry, call: Call, reason: Reason = Reason.WARMING_UP) -> object:
-        if entry.state is State.COLD:
-            self._watch.before_pass()
-        clock, started = self.state.stopwatch(), time.perf_counter()
-        result = self._miss(entry, call, reason)
-        host_ms = (time.perf_counter() - started) * 1e3
-        clock.stop()
-        self._capturer.note_eager(entry, clock, host_ms)
-        if entry.state is State.COLD:
-            entry.state = State.SEEN
-            moved = self._adopt(entry)
-            if moved is not None:
-                entry.block_until_retry(*moved)
-        return result
-
-    def _observe_and_capture(self, entry: Entry, call: Call) -> object:
-        entry.state = State.SEEN
-        if not self._make_room(entry):
-            return self._miss(entry, call, Reason.MAX_GRAPHS, self._room_detail())
-        self._watch.before_pass()
-        refused, start = None, self._start_of(call)
-        try:
-            result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
-        except CaptureAborted as refusal:
-            refused = refusal.with_traceback(None)  # its frames hold what the pass computed
-        if refused is not None:
-            return self._run_refused(entry, call, refused)
-        self.stats.count_eager(Reason.WARMING_UP)
-        result = self._eagers_own(result, start, entry, call)
-        self._learn_from_pass(entry, call)
-        take(entry.taken, (call.positional, call.named))  # not before: a capture needs them whole
-        return result
-
-    def _learn_from_pass(self, entry: Entry, call: Call) -> None:
-        """After an observed pass: a graph where it left nothing open."""
-        moved = self._adopt(entry)
-        if moved is not None:
-            entry.block_until_retry(*moved)
-        elif entry.draws and not call.names_generators:
-            self._draws_from_generators = True  # from now on each is an argument of its own
-            entry.release()
-        elif self._capturer.is_observed(entry):
-            self._capture(entry, call)
-            if self.config.capture == "first_use" and entry.state is State.CAPTURED:
-                self._prove_by_perturbing(entry, call)
-
-    def _run_refused(self, entry: Entry, call: Call, refusal: CaptureAborted) -> object:
-        is_raised = refusal.reason is Reason.CAPTURE_FAILED
-        if not is_raised:
-            refusal = self._refuse(entry, refusal)
-        # where eager raises too, it is the caller's error and no fault of this signature
-        result = self._miss(entry, call, refusal.reason, refusal.detail)
-        if is_raised:
-            self._refuse(entry, refusal)
-        return result
-
-    def _capture(self, entry: Entry, call: Call) -> None:
-        """The entry holds a graph afterwards, or is blocked with a reason."""
-        if not self._make_room(entry):
-            return
-        was_observed = entry.observation is not None
-        try:
-            self._capturer.capture(entry, call.positional, call.named, call.tensors)
-            self._keep_budget(entry)
-            recording, inputs = entry.graph()  # still: other threads may let go of all graphs
-        except CaptureAborted as refusal:
-            if not was_observed and refusal.reason in _OBSERVABLE:
-                entry.plan.is_simple = False  # this size is not like the others: observe it
-                entry.release()
-                return
-            self._refuse(entry, refusal)
-            return
-        self.stats.captures += 1
-        self.note_capture(entry, recording)
-        if self.config.verify is False:
-            inputs.prove(list(range(len(call.tensors))))
-            entry.state = State.READY
 
     # Serving from a graph.
     def _replay(self, entry: Entry, call: Call) -> object:
@@ -355,30 +230,6 @@ class GraphRunner(EagerCalls):
         if self.config.strict and reason is not Reason.WARMING_UP:
             raise FallbackError(reason, verdict.detail)
         return verdict.result
-
-    def _accept(self, entry: Entry, verdict: Verdict) -> None:
-        """The graph was equal: it serves from now on, unless it saves nothing."""
-        entry.state, entry.chances = State.READY, 0
-        entry.replay_ms, entry.eager_ms = verdict.replay_ms, verdict.eager_ms
-        if entry.recording is not None and entry.recording.nbytes > _LARGE_BYTES:
-            self.state.reclaim()  # eager's activations are not needed beside the graph's
-        self._keep_if_worth_it(entry)
-
-    def _prove_by_perturbing(self, entry: Entry, call: Call) -> None:
-        """first_use: compares at once, on inputs the capture did not see."""
-        if self.config.verify is False or self.options.family is not None:
-            return  # a family's facts hold for the call's own values only: its next call compares
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                verdict = self._capturer.compare_perturbed(entry, call.positional, call.named)
-        except (BreakFailed, CaptureAborted) as failure:
-            if failure.reason is Reason.OUT_OF_MEMORY:
-                self._refuse(entry, CaptureAborted(failure.reason, failure.detail))
-            return  # such values are no caller's: the next call's own are compared
-        if verdict.reason is not None:
-            self._refuse(entry, CaptureAborted(verdict.reason, verdict.detail))
-        else:
-            self._accept(entry, verdict)
 
     def _drop(self, entry: Entry, call: Call, reason: Reason, detail: str) -> object:
         """A break did something new: this replay never happened, the graph goes."""

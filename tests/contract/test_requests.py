@@ -28,27 +28,27 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
-def test_the_module_is_swept_once_per_request(
+def test_the_module_is_checked_once_per_request(
     where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweeps = []
-    refresh = ModuleWatch.refresh
+    checks: list[Request | None] = []
+    note = ModuleWatch._note_checked
 
-    def counted(self: ModuleWatch, request: Request | None) -> object:
-        sweeps.append(request)
-        return refresh(self, request)
+    def counted(self: ModuleWatch, request: Request | None) -> None:
+        checks.append(request)
+        note(self, request)
 
-    monkeypatch.setattr(ModuleWatch, "refresh", counted)
+    monkeypatch.setattr(ModuleWatch, "_note_checked", counted)
     twin = Twin(Scaled(), where)
     for _ in range(3):
         with dit_graphs.request(total_steps=6) as request:
             for index in range(6):
                 twin(where.randn(3, 8, seed=index))
-    assert len(sweeps) == 3
-    assert sweeps[-1] is request
+    assert len(checks) == 3
+    assert checks[-1] is request
     for index in range(4):
         twin(where.randn(3, 8, seed=index))
-    assert len(sweeps) == 7, "outside a request every call is its own"
+    assert len(checks) == 7, "outside a request every call is its own"
 
 
 def test_a_change_between_requests_is_seen(graphing: Where) -> None:

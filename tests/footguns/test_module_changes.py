@@ -225,7 +225,7 @@ def test_the_look_between_two_steps_costs_no_sweep(monkeypatch: pytest.MonkeyPat
         watch, "refresh", lambda request: sweeps.append(request) or refresh(request)
     )
     pair.latents(steps=6, callback_on_step_end=lambda pipe, step, timestep, kept: kept)
-    assert len(sweeps) == 1
+    assert not sweeps
 
 
 def test_a_forward_that_counts_in_its_class_is_replayed_all_the_same() -> None:

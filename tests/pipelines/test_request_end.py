@@ -133,16 +133,16 @@ def test_a_generation_within_a_generation_leaves_the_outer_one_going(
 
     outer("with", upscale)
     assert len(set(seen)) == 1 and seen[0] is not None
-    sweeps = []
-    refresh = ModuleWatch.refresh
+    checks = []
+    note = ModuleWatch._note_checked
 
-    def counted(self: ModuleWatch, number: int | None) -> object:
-        sweeps.append(self.module is outer.unet)
-        return refresh(self, number)
+    def counted(self: ModuleWatch, request: Request | None) -> None:
+        checks.append(self.module is outer.unet)
+        note(self, request)
 
-    monkeypatch.setattr(ModuleWatch, "refresh", counted)
+    monkeypatch.setattr(ModuleWatch, "_note_checked", counted)
     outer("with", upscale)
-    assert sweeps.count(True) == 1
+    assert checks.count(True) == 1
 
 
 def test_a_request_of_the_users_own_outlives_the_calls_in_it(pipe: Bare) -> None:

@@ -1,0 +1,258 @@
+"""Owns how a runner learns: is the module what it was, plain, observed, captured, compared.
+
+Must never know how a graph is served. The surprising fact: a call may begin before its module is
+looked at. An eager call is right whatever the module is like, and a replay is looked at while the
+device works; only what is learned must be true beforehand.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from .cache import Entry, State
+from .calls import Call, signature_source
+from .errors import BreakFailed, CaptureAborted, Reason
+from .fallback import EagerCalls
+from .request_scope import Request
+from .signature import CallForm
+from .taken import take
+from .verify import Verdict
+
+__all__ = ["Learning"]
+
+_LARGE_BYTES = 64 << 20
+_OBSERVABLE = (
+    Reason.CAPTURE_FAILED,
+    Reason.CONSTANT_CHANGED,
+    Reason.HOST_COPY,
+    Reason.HOST_READ,
+    Reason.STATE_ESCAPED,
+)
+
+
+class Learning(EagerCalls):
+    """The part of a runner that turns signatures into graphs; `GraphRunner` serves them."""
+
+    _learning: threading.Lock
+    _draws_from_generators: bool
+
+    # Is the module still what the graphs were captured from?
+    def _check_module(self, request: Request | None) -> bool:
+        """Weights, hooks, Python state are as captured; whether a look must still show it."""
+        if self._watch.is_current(request):
+            self._raise_refusal()
+            return request is not None and request.is_watched
+        if self._watch.can_wait():
+            return True
+        change = self._watch.refresh(request)
+        source = signature_source(self.module, self.eager)
+        if source != self._form_source:  # somebody patched `forward`
+            self._form_source = source
+            self._form = CallForm(source, self.options.ignore)
+        if change == "weights":
+            self.cache.unblock_all()
+            if self.cache.held():
+                self._invalidate()
+        elif change == "caches":
+            for entry in self.cache.held():
+                entry.state = State.CAPTURED  # compared once more before it serves again
+        # offload first: then the device of the weights is one of the moment
+        self._watch.refusal = self._watch.refusal or self._guarded() or self._follow_weights()
+        self._raise_refusal()
+        return False
+
+    def _is_as_checked(self, request: Request | None) -> bool:
+        """Whether the module is still what the last check saw; with that it is checked anew."""
+        if not self._watch.is_current(request):
+            is_other = signature_source(self.module, self.eager) != self._form_source
+            if is_other or self._guarded() is not None:
+                return False
+        return self._watch.is_as_checked(request)
+
+    def _raise_refusal(self) -> None:
+        if self._watch.refusal is not None:
+            raise CaptureAborted(*self._watch.refusal)
+
+    def _follow_weights(self) -> tuple[Reason, str] | None:
+        """The runner serves where the weights lie now; the reason if no graph is possible there."""
+        here = self._watch.device
+        if here is not None and here != self.device:
+            self._leave_device()
+            self._settle_on(here)
+        return (Reason.NO_CUDA, str(here)) if self.backend == "none" else None
+
+    def _is_outdated(self, call: Call) -> bool:
+        """Whether the module is no longer what this request checked; the call looks once."""
+        must_look, call.must_look = call.must_look, False
+        return must_look and not self._is_as_checked(call.request)
+
+    def _serve_anew(self, entry: Entry, call: Call) -> object:
+        if call.request is not None:
+            call.request.uncount(entry.signature)
+        self._watch.forget()
+        return self._serve_given(*call.given)
+
+    def _serve_given(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        raise NotImplementedError
+
+    # Learning: plain, then observed and captured.
+    def _learn(self, entry: Entry, call: Call) -> object:
+        if self.config.capture == "warmup_only" and not self._capturer.is_warming_up:
+            return self._miss(entry, call, Reason.WARMUP_ONLY)
+        if self.state.is_replaying_here():  # whoever is only called there never replays
+            return self._plain(entry, call, Reason.NESTED_REPLAY)
+        if self._is_put_off(entry, call):
+            self._pause(entry, call)
+            return self._plain(entry, call, Reason.NOT_ADMITTED)
+        is_start = self._starts_plain(entry)
+        if not (is_start and self._is_quiet(call)) and self._is_outdated(call):
+            return self._serve_anew(entry, call)
+        if not self._learning.acquire(blocking=False):  # another thread is learning the module
+            return self._plain(entry, call)
+        try:
+            if not is_start:
+                return self._observe_and_capture(entry, call)
+            result = self._plain(entry, call)
+            is_soon = self._capturer.may_capture_now(entry, call.request)
+            if is_soon and call.is_whole(entry.signature) and not self._is_outdated(call):
+                self._capture(entry, call)
+            return result
+        finally:
+            self._learning.release()
+
+    def _is_quiet(self, call: Call) -> bool:
+        """Whether a plain pass is not expected to change the module, so that nobody looks."""
+        return self._watch.is_quiet and self._is_by_itself(call)
+
+    def _is_by_itself(self, call: Call) -> bool:
+        """Whether nothing but its arguments and the module decides what the call does."""
+        return self.options.family is None
+
+    def _pause(self, entry: Entry, call: Call) -> None:
+        """The calls to come in this request that will be put off as well are not looked up."""
+        if call.request is None or self.options.padding or not self._is_by_itself(call):
+            return
+        calls, saving = self._capturer.hopeless_calls(entry)
+        if calls > 0:
+            self._pauses.add(call.request, *call.given, entry, calls, saving)
+
+    def _starts_plain(self, entry: Entry) -> bool:
+        is_first = entry.state is State.COLD and self.config.capture != "first_use"
+        return is_first and not self._capturer.is_warming_up
+
+    def _is_put_off(self, entry: Entry, call: Call) -> bool:
+        """Whether a call is to pass in which nothing is learned."""
+        if self._starts_plain(entry):
+            return False
+        is_early = entry.uses < entry.plan.uses_before_observation
+        if is_early and not self._capturer.is_warming_up:
+            return True
+        return not self._capturer.admits(entry, call.request)
+
+    def _plain(self, entry: Entry, call: Call, reason: Reason = Reason.WARMING_UP) -> object:
+        is_cold = entry.state is State.COLD
+        is_looked_at = is_cold and not self._is_quiet(call)
+        if is_looked_at:
+            self._watch.before_pass()
+        clock, started = self.state.stopwatch(), time.perf_counter()
+        result = self._miss(entry, call, reason)
+        host_ms = (time.perf_counter() - started) * 1e3
+        clock.stop()
+        self._capturer.note_eager(entry, clock, host_ms)
+        if is_cold and entry.state is State.COLD:
+            entry.state = State.SEEN
+        if is_looked_at:
+            moved = self._adopt(entry)
+            if moved is not None:
+                entry.block_until_retry(*moved)
+        return result
+
+    def _observe_and_capture(self, entry: Entry, call: Call) -> object:
+        entry.state = State.SEEN
+        if not self._make_room(entry):
+            return self._miss(entry, call, Reason.MAX_GRAPHS, self._room_detail())
+        self._watch.before_pass()
+        refused, start = None, self._start_of(call)
+        try:
+            result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
+        except CaptureAborted as refusal:
+            refused = refusal.with_traceback(None)  # its frames hold what the pass computed
+        if refused is not None:
+            return self._run_refused(entry, call, refused)
+        self.stats.count_eager(Reason.WARMING_UP)
+        result = self._eagers_own(result, start, entry, call)
+        self._learn_from_pass(entry, call)
+        take(entry.taken, (call.positional, call.named))  # not before: a capture needs them whole
+        return result
+
+    def _learn_from_pass(self, entry: Entry, call: Call) -> None:
+        """After an observed pass: a graph where it left nothing open."""
+        moved = self._adopt(entry)
+        if moved is not None:
+            entry.block_until_retry(*moved)
+        elif entry.draws and not call.names_generators:
+            self._draws_from_generators = True  # from now on each is an argument of its own
+            entry.release()
+        elif self._capturer.is_observed(entry):
+            self._capture(entry, call)
+            if self.config.capture == "first_use" and entry.state is State.CAPTURED:
+                self._prove_by_perturbing(entry, call)
+
+    def _run_refused(self, entry: Entry, call: Call, refusal: CaptureAborted) -> object:
+        is_raised = refusal.reason is Reason.CAPTURE_FAILED
+        if not is_raised:
+            refusal = self._refuse(entry, refusal)
+        # where eager raises too, it is the caller's error and no fault of this signature
+        result = self._miss(entry, call, refusal.reason, refusal.detail)
+        if is_raised:
+            self._refuse(entry, refusal)
+        return result
+
+    def _capture(self, entry: Entry, call: Call) -> None:
+        """The entry holds a graph afterwards, or is blocked with a reason."""
+        if not self._make_room(entry):
+            return
+        was_observed = entry.observation is not None
+        try:
+            self._capturer.capture(entry, call.positional, call.named, call.tensors)
+            self._keep_budget(entry)
+            recording, inputs = entry.graph()  # still: other threads may let go of all graphs
+        except CaptureAborted as refusal:
+            if not was_observed and refusal.reason in _OBSERVABLE:
+                entry.plan.is_simple = False  # this size is not like the others: observe it
+                entry.release()
+                return
+            self._refuse(entry, refusal)
+            return
+        self.stats.captures += 1
+        self.note_capture(entry, recording)
+        if self.config.verify is False:
+            inputs.prove(list(range(len(call.tensors))))
+            entry.state = State.READY
+
+    def _accept(self, entry: Entry, verdict: Verdict) -> None:
+        """The graph was equal: it serves from now on, unless it saves nothing."""
+        entry.state, entry.chances = State.READY, 0
+        entry.replay_ms, entry.eager_ms = verdict.replay_ms, verdict.eager_ms
+        if entry.recording is not None and entry.recording.nbytes > _LARGE_BYTES:
+            self.state.reclaim()  # eager's activations are not needed beside the graph's
+        self._keep_if_worth_it(entry)
+
+    def _prove_by_perturbing(self, entry: Entry, call: Call) -> None:
+        """first_use: compares at once, on inputs the capture did not see."""
+        if self.config.verify is False or self.options.family is not None:
+            return  # a family's facts hold for the call's own values only: its next call compares
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                verdict = self._capturer.compare_perturbed(entry, call.positional, call.named)
+        except (BreakFailed, CaptureAborted) as failure:
+            if failure.reason is Reason.OUT_OF_MEMORY:
+                self._refuse(entry, CaptureAborted(failure.reason, failure.detail))
+            return  # such values are no caller's: the next call's own are compared
+        if verdict.reason is not None:
+            self._refuse(entry, CaptureAborted(verdict.reason, verdict.detail))
+        else:
+            self._accept(entry, verdict)

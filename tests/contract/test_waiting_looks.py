@@ -1,0 +1,200 @@
+"""Calls that begin before their module is looked at, and calls that nobody looks up at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from twin import Twin, Where
+
+import dit_graphs
+from dit_graphs.errors import Reason
+from dit_graphs.glance import Glance
+from dit_graphs.pauses import Pauses
+from dit_graphs.request_scope import Request
+from dit_graphs.signature import sign
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class Tabled(Scaled):
+    """Keeps a table as large as the longest input, like rotary positions."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        self.table = torch.arange(float(start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.table):
+            self.table = torch.arange(float(len(x)), device=x.device)
+        return super().forward(x) + self.table[: len(x), None]
+
+
+def _generation(twin: Twin, where: Where, rows: int, steps: int = 5, seed: int = 0) -> None:
+    with dit_graphs.request(total_steps=steps):
+        for step in range(steps):
+            twin(where.randn(rows, 8, seed=100 * seed + step))
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What kinds of looks were taken, in order."""
+    seen: list[str] = []
+    for name in ("is_same", "is_exactly_same"):
+        monkeypatch.setattr(Glance, name, _telling(getattr(Glance, name), name, seen))
+    return seen
+
+
+def _telling(
+    look: Callable[[Glance], bool], name: str, seen: list[str]
+) -> Callable[[Glance], bool]:
+    def told(self: Glance) -> bool:
+        seen.append(name)
+        return look(self)
+
+    return told
+
+
+def test_sizes_that_come_after_quiet_ones_are_not_looked_at(where: Where, looks: list[str]) -> None:
+    """A plain first pass of a module whose passes changed nothing so far: no look before or after,
+    and none where a capture does not follow."""
+    twin = Twin(Scaled(), where)
+    for rows in range(1, 5):
+        _generation(twin, where, rows)
+    looks.clear()
+    with dit_graphs.request(total_steps=1):
+        twin(where.randn(9, 8))
+    assert not looks
+    _generation(twin, where, 9, seed=1)
+    assert twin.replays >= 4 and looks
+
+
+def test_a_table_that_grows_after_quiet_sizes_is_the_right_one(graphing: Where) -> None:
+    twin = Twin(Tabled(start=6), graphing)
+    for rows in (6, 5, 4, 3, 2):
+        _generation(twin, graphing, rows)
+    replays = twin.replays
+    for rows in (7, 12, 6, 13, 4, 7):
+        _generation(twin, graphing, rows, steps=6, seed=rows)
+    assert twin.replays > replays
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_what_was_exchanged_before_a_quiet_size_is_not_captured_as_it_was(
+    graphing: Where, steps: int
+) -> None:
+    twin = Twin(Scaled(), graphing)
+    for rows in range(1, 6):
+        _generation(twin, graphing, rows)
+    for number, rows in enumerate((7, 3, 8, 7)):
+        for module in (twin.module, twin.plain):
+            torch.manual_seed(number)
+            module.linear.weight = nn.Parameter(torch.randn(8, 8).to(graphing.device))
+            module.scale = float(number)
+        _generation(twin, graphing, rows, steps=steps, seed=number)
+        _generation(twin, graphing, rows, steps=steps, seed=10 + number)
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "table", "kept"])
+def test_memory_that_is_given_back_is_missed_without_a_look(name: str) -> None:
+    """A look would come too late where a replay has begun to read it."""
+    module = Tabled(start=6)
+    module.register_buffer("kept", torch.zeros(3))
+    glance = Glance(module)
+    owner, _, last = name.rpartition(".")
+    tensor = getattr(module.get_submodule(owner), last)
+    shared = tensor.detach()
+    tensor.data = torch.empty_like(tensor.data)
+    assert not glance.is_blind, "somebody still holds the memory"
+    del shared
+    assert glance.is_blind and not glance.is_same()
+
+
+def test_a_hook_put_on_between_two_requests_runs_in_the_first_call(graphing: Where) -> None:
+    twin = Twin(Scaled(), graphing)
+    _generation(twin, graphing, 3)
+    for module in (twin.module, twin.plain):
+        module.linear.register_forward_hook(lambda module, args, result: result * 2.0)
+    _generation(twin, graphing, 3, seed=1)
+    assert twin.runner.stats.fallbacks[Reason.HOOKS] == 5
+
+
+# Calls that nobody looks up. Admission is asked about graphs of a GPU only, so it is put in here.
+class _Putting:
+    """A wrapped module whose calls are timed and never admitted; counts what is signed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: nn.Module) -> None:
+        where = Where("recorded", torch.device("cpu"))
+        self.twin = Twin(module, where)
+        self.signed = 0
+        capturer = self.twin.runner._capturer
+        monkeypatch.setattr(capturer, "backend", "auto")
+        monkeypatch.setattr(capturer, "_capture_ms", 1e6)
+        monkeypatch.setattr("dit_graphs.runner.sign", self._counted)
+
+    def _counted(self, *args: object, **kwargs: object) -> object:
+        self.signed += 1
+        return sign(*args, **kwargs)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_calls_that_are_put_off_to_the_end_of_their_request_are_not_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put = _Putting(monkeypatch, Scaled())
+    twin, where = put.twin, Where("recorded", torch.device("cpu"))
+    _generation(twin, where, 3, steps=8)
+    assert put.signed == 2, "the plain call, and one that finds that no later one will be admitted"
+    (entry,) = twin.runner.cache.entries.values()
+    assert entry.uses == 8 and twin.runner.stats.fallbacks[Reason.NOT_ADMITTED] == 7
+    lost = entry.lost_ms
+    _generation(twin, where, 3, steps=8, seed=1)
+    assert put.signed == 3 and entry.uses == 16 and entry.lost_ms > lost
+
+
+@torch.no_grad()
+def test_a_pause_is_for_its_sizes_its_values_and_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put = _Putting(monkeypatch, Scaled())
+    twin, where = put.twin, Where("recorded", torch.device("cpu"))
+    with dit_graphs.request(total_steps=20):
+        for _ in range(3):
+            twin(where.randn(3, 8))
+        for x in (where.randn(4, 8), where.randn(1, 3, 8)):
+            before = put.signed
+            twin(x)
+            assert put.signed == before + 1
+        before = put.signed
+        twin(where.randn(3, 8))
+        assert put.signed == before
+        twin.runner.mark_changed()
+        twin(where.randn(3, 8))
+        assert put.signed == before + 1
+        twin.module.linear.register_forward_hook(lambda module, args, result: result)
+        twin.plain.linear.register_forward_hook(lambda module, args, result: result)
+        twin(where.randn(3, 8))
+        assert put.signed == before + 1 and twin.runner.stats.fallbacks[Reason.HOOKS] == 1
+    before = put.signed
+    with dit_graphs.request(total_steps=20):
+        twin(where.randn(3, 8))
+    assert twin.runner.stats.fallbacks[Reason.HOOKS] == 2
+
+
+def test_a_pause_ends_where_another_call_may_be_admitted() -> None:
+    pauses, request, args = Pauses(), Request(10), (torch.zeros(2), 1.0, "word", [None])
+    pauses.add(request, args, {}, None, 2, 0.5)  # type: ignore[arg-type]
+    assert pauses.find(Request(10), args, {}) is None
+    assert pauses.find(request, (torch.zeros(2), 2.0, "word", [None]), {}) is None
+    found = [pauses.find(request, args, {}) for _ in range(3)]
+    assert found[0] is not None and found[1] is not None and found[2] is None
