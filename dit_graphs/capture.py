@@ -38,9 +38,9 @@ __all__ = ["Capturer"]
 
 _NOTHING_SEEN = Observation(ConstantTable(), (), (), (), False, frozenset(), (), 0)
 _MAX_PASSES = 4
-_NEVER = 1 << 30
 _WORTH_KEEPING = 0.97  # a replay slower than this share of eager is not kept under "auto"
 _LAUNCH_BOUND = 1.15  # device time within this share of host time: the device waits for Python
+_SHARE_OF_LAUNCHES = 0.5  # of the time of such a call, until a replay was measured
 
 
 class Capturer:
@@ -81,39 +81,55 @@ class Capturer:
 
     def _saving_ms(self, entry: Entry) -> float:
         """What one replay would save, from what is known without waiting."""
-        elapsed = entry.clock.elapsed_ms() if entry.clock is not None else None
-        if elapsed is not None:
-            entry.eager_ms = elapsed
+        if entry.clock is not None:
+            elapsed = entry.clock.elapsed_ms()
+            if elapsed is not None:
+                entry.eager_ms, entry.clock = elapsed, None
         if entry.eager_ms is None:
             return 0.0
         if entry.replay_ms is not None:
             return max(entry.eager_ms - entry.replay_ms, 0.0)
         bound_by_device = entry.eager_ms > _LAUNCH_BOUND * max(entry.host_ms, 1e-6)
-        return entry.eager_ms * (0.02 if bound_by_device else 0.5)
+        return entry.eager_ms * (0.02 if bound_by_device else _SHARE_OF_LAUNCHES)
+
+    def _hoped_ms(self, entry: Entry) -> float:
+        """No replay would save more, whatever the device's time turns out to be."""
+        known = self._saving_ms(entry)
+        if entry.eager_ms is not None:
+            return known
+        return _SHARE_OF_LAUNCHES * _LAUNCH_BOUND * entry.host_ms
 
     def admits(self, entry: Entry, request: Request | None) -> bool:
         """Whether a capture now is expected to pay for itself (asked under "auto" only)."""
-        if self.is_warming_up or self.config.capture == "first_use" or self.backend != "auto":
+        if not self._is_choosy():
             return True
         left = request.steps_left(entry.signature) if request is not None else None
-        if left is None and entry.uses < 3:
+        if (left is None and entry.uses < 3) or not self._pays(entry, left, self._hoped_ms(entry)):
             return False
         if entry.clock is not None and entry.eager_ms is None:
             entry.eager_ms = entry.clock.elapsed_ms(wait=True)
-        saving = self._saving_ms(entry)
+        return self._pays(entry, left, self._saving_ms(entry))
+
+    def _is_choosy(self) -> bool:
+        is_asked = self.backend == "auto" and self.config.capture != "first_use"
+        return is_asked and not self.is_warming_up
+
+    def _pays(self, entry: Entry, left: int | None, saving: float) -> bool:
         ahead = max((left or 0) - 1, 0) * saving
         return max(ahead, entry.lost_ms) > self._expected_cost_ms(entry)
 
-    def hopeless_calls(self, entry: Entry) -> tuple[int, float]:
-        """How many calls after this one, which was not admitted, will not be either within its
-        request, and what each of them loses, in ms.
-        """
-        is_asked = self.backend == "auto" and self.config.capture != "first_use"
-        if not is_asked or self.is_warming_up or entry.eager_ms is None:
-            return 0, 0.0
-        saving = self._saving_ms(entry)
+    def hopeless_calls(self, entry: Entry, request: Request) -> int:
+        """How many calls of `request` after this one will not be admitted, whatever they bring."""
+        left, hoped = request.steps_left(entry.signature), self._hoped_ms(entry)
+        if not self._is_choosy() or left is None or self._pays(entry, left, hoped):
+            return 0
         still = self._expected_cost_ms(entry) - entry.lost_ms
-        return (int(still / saving) if saving > 0.0 else _NEVER), saving
+        return min(left, int(still / hoped)) if hoped > 0.0 else left
+
+    def note_passed(self, entry: Entry) -> None:
+        """A call was let pass; what that loses counts as in every eager call."""
+        entry.uses += 1
+        entry.lost_ms += self._saving_ms(entry)
 
     def _expected_cost_ms(self, entry: Entry) -> float:
         captures = self._capture_ms if self._capture_ms is not None else 3.0 * entry.host_ms

@@ -26,6 +26,7 @@ from .tree import PLAIN
 __all__ = ["EagerCalls"]
 
 _UNCHANGING = (*PLAIN, tuple)
+_SIMPLE = frozenset(PLAIN)
 
 
 class EagerCalls(GraphHolding):
@@ -37,10 +38,8 @@ class EagerCalls(GraphHolding):
 
     def _pass_by(self, pause: Pause, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """A call that is put off for as long as its request lasts."""
-        entry = pause.entry
-        pause.request.count(entry.signature)
-        entry.uses += 1
-        entry.lost_ms += pause.saving_ms
+        pause.request.count(pause.entry.signature)
+        self._capturer.note_passed(pause.entry)
         return self._fall_back(Reason.NOT_ADMITTED, "", args, kwargs)
 
     def _fall_back(
@@ -108,7 +107,14 @@ class _Start:
         self._tensors: list[tuple[Tensor, int | None]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._is_known = True  # nothing among it may have changed unseen, a cache object say
-        for value in reached((args, kwargs)):
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, Tensor):
+                self._tensors.append((given, version_of(given)))
+            elif type(given) not in _SIMPLE:
+                self._keep(given)
+
+    def _keep(self, given: object) -> None:
+        for value in reached(given):
             if isinstance(value, Tensor):
                 self._tensors.append((value, version_of(value)))
             elif type(value) is list:

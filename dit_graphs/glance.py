@@ -66,8 +66,7 @@ class Glance:
     """What a module tree held when this was made, its attributes named in `volatile` left out.
 
     Of layers and weights it keeps identities and addresses only, and nothing at all once a layer
-    or the memory of a weight is gone: who exchanges them frees the old ones, and what reads that
-    memory must not run (`is_blind` costs nothing to ask).
+    is gone: who exchanges them frees the old ones.
     """
 
     @outside_modes
@@ -85,7 +84,7 @@ class Glance:
         self._exact, self._bytes = self._exactly(), list(map(raw, tree.arrays))
         self._classes = ClassFacts(tree.classes)
         forget = partial(_forget, tree, self._values)  # nothing that leads back to this object
-        self._deaths = [weakref.ref(mortal, forget) for mortal in (*modules, *tree.memory())]
+        self._deaths = [weakref.ref(child, forget) for child in modules]
 
     @property
     def is_blind(self) -> bool:
@@ -239,12 +238,6 @@ class _Tree:
         weights = _in(self.odd_weights)
         yield from (weight for weight in weights if isinstance(weight, Tensor))
         yield from self.odd_tensors
-
-    def memory(self) -> Iterator[object]:
-        """What dies with the memory of the weights and of tensors elsewhere in the tree."""
-        tensors = chain(_in(self.weights), self.tensors)
-        yield from (each.untyped_storage() for each in tensors if isinstance(each, Tensor))
-        yield from self.odd()  # what they wrap has memory, not they
 
     def visit_all(self, module: nn.Module) -> list[nn.Module]:
         """Visits a module, those registered below it and those that their attributes hold."""

@@ -105,8 +105,9 @@ class Learning(EagerCalls):
         if self.state.is_replaying_here():  # whoever is only called there never replays
             return self._plain(entry, call, Reason.NESTED_REPLAY)
         if self._is_put_off(entry, call):
+            result = self._plain(entry, call, Reason.NOT_ADMITTED)
             self._pause(entry, call)
-            return self._plain(entry, call, Reason.NOT_ADMITTED)
+            return result
         is_start = self._starts_plain(entry)
         if not (is_start and self._is_quiet(call)) and self._is_outdated(call):
             return self._serve_anew(entry, call)
@@ -119,6 +120,8 @@ class Learning(EagerCalls):
             is_soon = self._capturer.may_capture_now(entry, call.request)
             if is_soon and call.is_whole(entry.signature) and not self._is_outdated(call):
                 self._capture(entry, call)
+            elif not is_soon:
+                self._pause(entry, call)
             return result
         finally:
             self._learning.release()
@@ -132,12 +135,12 @@ class Learning(EagerCalls):
         return self.options.family is None
 
     def _pause(self, entry: Entry, call: Call) -> None:
-        """The calls to come in this request that will be put off as well are not looked up."""
+        """The calls to come in this request that will be put off anyhow are not looked up."""
         if call.request is None or self.options.padding or not self._is_by_itself(call):
             return
-        calls, saving = self._capturer.hopeless_calls(entry)
-        if calls > 0:
-            self._pauses.add(call.request, *call.given, entry, calls, saving)
+        calls = self._capturer.hopeless_calls(entry, call.request)
+        if calls:
+            self._pauses.add(call.request, *call.given, entry, calls)
 
     def _starts_plain(self, entry: Entry) -> bool:
         is_first = entry.state is State.COLD and self.config.capture != "first_use"

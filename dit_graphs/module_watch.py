@@ -70,7 +70,8 @@ class ModuleWatch:
     def can_wait(self) -> bool:
         """Whether a call that is new to `is_current` may begin before it is checked.
 
-        Nobody said that something changed, and the memory of every weight is still the weight's.
+        Nobody said that something changed, and a look will do. A graph keeps what it reads, so a
+        replay of one that is no longer true is only in vain.
         """
         is_told = self._must_sweep or self._pending is not None or self.refusal is not None
         return not (is_told or self.tells_little) and self._hooks_ever == hooks_ever()

@@ -26,13 +26,12 @@ _MANY = 64
 class Pause:
     """The next `calls` of a signature in a request are eager whatever happens in it.
 
-    `saving_ms`: what each of them loses by that. `hooks`: how many this process had registered.
+    `hooks`: how many this process had registered when that was found.
     """
 
     request: Request
     entry: Entry
     calls: int
-    saving_ms: float
     hooks: int
 
 
@@ -49,7 +48,7 @@ class Pauses:
         """The pause this call falls into, one call shorter; None where it must be looked up."""
         if not self._known or request is None or request.number != self._request:
             return None
-        pause = self._known.get(_glimpse((args, kwargs)))
+        pause = self._known.get(_glimpse(args, kwargs))
         if pause is None or pause.calls < 1 or pause.hooks != hooks_ever():
             return None
         pause.calls -= 1
@@ -62,16 +61,13 @@ class Pauses:
         kwargs: dict[str, object],
         entry: Entry,
         calls: int,
-        saving_ms: float,
     ) -> None:
         """After this call of `request`, `calls` more like it need not be looked up."""
         if request.number != self._request:
             self.clear()
             self._request = request.number
         if len(self._known) < _MANY:
-            self._known[_glimpse((args, kwargs))] = Pause(
-                request, entry, calls, saving_ms, hooks_ever()
-            )
+            self._known[_glimpse(args, kwargs)] = Pause(request, entry, calls, hooks_ever())
 
     def clear(self) -> None:
         """Something changed: every call is looked up."""
@@ -79,15 +75,23 @@ class Pauses:
 
 
 @outside_modes
-def _glimpse(value: object) -> Hashable:
-    return _seen(value)
+def _glimpse(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
+    values = (*args, *kwargs.values())
+    return tuple(kwargs), tuple([_shape(v) if isinstance(v, Tensor) else _seen(v) for v in values])
+
+
+def _shape(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.dtype
 
 
 def _seen(value: object) -> Hashable:
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
     if isinstance(value, Tensor):
-        return value.shape, value.dtype
+        return _shape(value)
     if isinstance(value, dict) and len(value) <= _MANY:
         return tuple([(id(key), _seen(item)) for key, item in value.items()])
     if isinstance(value, (list, tuple)) and len(value) <= _MANY:
         return tuple([_seen(item) for item in value])
-    return (type(value), value) if type(value) in PLAIN else id(value)
+    return id(value)

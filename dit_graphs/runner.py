@@ -137,7 +137,7 @@ class GraphRunner(Learning):
         if entry.private and lies_in(tensors, entry.private):
             raise CaptureAborted(Reason.UNSUPPORTED_ARGUMENT, SHARED_WRITE)
         if request is not None:
-            request.count(signature)
+            request.count(entry.signature)
         normal = positional, named, arguments, tensors
         return Call(given, args, kwargs, *normal, request, draws, must_look), entry
 

@@ -73,6 +73,7 @@ class Signature:
     ambient: Hashable
     extra: Hashable
     _hash: int
+    _masked: Hashable = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -95,11 +96,16 @@ class Signature:
     def argument_structure(self) -> Hashable:
         """The signature without sizes: what decides which code path the forward takes."""
         dtypes = tuple((spec.dtype, spec.device.type, len(spec.shape)) for spec in self.tensors)
-        return _mask(self.structure), dtypes
+        return self._without_values(), dtypes
 
     def without_numbers(self) -> Hashable:
         """The signature with every Python int and float leaf replaced by its type."""
-        return (_mask(self.structure), self.tensors, self.ambient, self.extra)
+        return (self._without_values(), self.tensors, self.ambient, self.extra)
+
+    def _without_values(self) -> Hashable:
+        if self._masked is None:
+            object.__setattr__(self, "_masked", _mask(self.structure))
+        return self._masked
 
     def numbers(self) -> tuple[object, ...]:
         """The Python int and float leaves, in order."""

@@ -105,21 +105,6 @@ def test_what_was_exchanged_before_a_quiet_size_is_not_captured_as_it_was(
         _generation(twin, graphing, rows, steps=steps, seed=10 + number)
 
 
-@pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "table", "kept"])
-def test_memory_that_is_given_back_is_missed_without_a_look(name: str) -> None:
-    """A look would come too late where a replay has begun to read it."""
-    module = Tabled(start=6)
-    module.register_buffer("kept", torch.zeros(3))
-    glance = Glance(module)
-    owner, _, last = name.rpartition(".")
-    tensor = getattr(module.get_submodule(owner), last)
-    shared = tensor.detach()
-    tensor.data = torch.empty_like(tensor.data)
-    assert not glance.is_blind, "somebody still holds the memory"
-    del shared
-    assert glance.is_blind and not glance.is_same()
-
-
 def test_a_hook_put_on_between_two_requests_runs_in_the_first_call(graphing: Where) -> None:
     twin = Twin(Scaled(), graphing)
     _generation(twin, graphing, 3)
@@ -154,12 +139,12 @@ def test_calls_that_are_put_off_to_the_end_of_their_request_are_not_looked_up(
     put = _Putting(monkeypatch, Scaled())
     twin, where = put.twin, Where("recorded", torch.device("cpu"))
     _generation(twin, where, 3, steps=8)
-    assert put.signed == 2, "the plain call, and one that finds that no later one will be admitted"
+    assert put.signed == 1, "its first call finds that no other one will be admitted"
     (entry,) = twin.runner.cache.entries.values()
     assert entry.uses == 8 and twin.runner.stats.fallbacks[Reason.NOT_ADMITTED] == 7
     lost = entry.lost_ms
     _generation(twin, where, 3, steps=8, seed=1)
-    assert put.signed == 3 and entry.uses == 16 and entry.lost_ms > lost
+    assert put.signed == 2 and entry.uses == 16 and entry.lost_ms > lost
 
 
 @torch.no_grad()
@@ -193,7 +178,7 @@ def test_a_pause_is_for_its_sizes_its_values_and_its_request(
 
 def test_a_pause_ends_where_another_call_may_be_admitted() -> None:
     pauses, request, args = Pauses(), Request(10), (torch.zeros(2), 1.0, "word", [None])
-    pauses.add(request, args, {}, None, 2, 0.5)  # type: ignore[arg-type]
+    pauses.add(request, args, {}, None, 2)  # type: ignore[arg-type]
     assert pauses.find(Request(10), args, {}) is None
     assert pauses.find(request, (torch.zeros(2), 2.0, "word", [None]), {}) is None
     found = [pauses.find(request, args, {}) for _ in range(3)]
