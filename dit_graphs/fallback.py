@@ -37,10 +37,12 @@ class EagerCalls(GraphHolding):
         return self._fall_back(reason, detail, call.args, call.kwargs, differs)
 
     def _pass_by(self, pause: Pause, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """A call that is put off for as long as its request lasts."""
+        """A call that needs no graph for as long as its request lasts."""
         pause.request.count(pause.entry.signature)
-        self._capturer.note_passed(pause.entry)
-        return self._fall_back(Reason.NOT_ADMITTED, "", args, kwargs)
+        if pause.reason is Reason.NOT_ADMITTED:
+            self._capturer.note_lost(pause.entry)
+        pause.entry.uses += 1
+        return self._fall_back(pause.reason, pause.detail, args, kwargs)
 
     def _fall_back(
         self,

@@ -332,6 +332,7 @@ class GraphHolding:
 
     def warming_up(self) -> AbstractContextManager[None]:
         """Inside, captures happen without admission (also under warmup_only)."""
+        self._pauses.clear()
         return self._capturer.warming_up()
 
     @contextmanager

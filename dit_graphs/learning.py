@@ -21,8 +21,9 @@ from .signature import CallForm
 from .taken import take
 from .verify import Verdict
 
-__all__ = ["Learning"]
+__all__ = ["FOR_GOOD", "Learning"]
 
+FOR_GOOD = 1 << 30
 _LARGE_BYTES = 64 << 20
 _OBSERVABLE = (
     Reason.CAPTURE_FAILED,
@@ -101,12 +102,13 @@ class Learning(EagerCalls):
     # Learning: plain, then observed and captured.
     def _learn(self, entry: Entry, call: Call) -> object:
         if self.config.capture == "warmup_only" and not self._capturer.is_warming_up:
+            self._pause(entry, call, FOR_GOOD, (Reason.WARMUP_ONLY, ""))
             return self._miss(entry, call, Reason.WARMUP_ONLY)
         if self.state.is_replaying_here():  # whoever is only called there never replays
             return self._plain(entry, call, Reason.NESTED_REPLAY)
         if self._is_put_off(entry, call):
             result = self._plain(entry, call, Reason.NOT_ADMITTED)
-            self._pause(entry, call)
+            self._put_off(entry, call)
             return result
         is_start = self._starts_plain(entry)
         if not (is_start and self._is_quiet(call)) and self._is_outdated(call):
@@ -121,7 +123,7 @@ class Learning(EagerCalls):
             if is_soon and call.is_whole(entry.signature) and not self._is_outdated(call):
                 self._capture(entry, call)
             elif not is_soon:
-                self._pause(entry, call)
+                self._put_off(entry, call)
             return result
         finally:
             self._learning.release()
@@ -134,13 +136,16 @@ class Learning(EagerCalls):
         """Whether nothing but its arguments and the module decides what the call does."""
         return self.options.family is None
 
-    def _pause(self, entry: Entry, call: Call) -> None:
-        """The calls to come in this request that will be put off anyhow are not looked up."""
-        if call.request is None or self.options.padding or not self._is_by_itself(call):
-            return
-        calls = self._capturer.hopeless_calls(entry, call.request)
-        if calls:
-            self._pauses.add(call.request, *call.given, entry, calls)
+    def _put_off(self, entry: Entry, call: Call) -> None:
+        """The calls to come in this request that will not be admitted either are not looked up."""
+        if call.request is not None:
+            calls = self._capturer.hopeless_calls(entry, call.request)
+            self._pause(entry, call, calls, (Reason.NOT_ADMITTED, ""))
+
+    def _pause(self, entry: Entry, call: Call, calls: int, why: tuple[Reason, str]) -> None:
+        is_simple = not self.options.padding and self._is_by_itself(call)
+        if calls > 0 and call.request is not None and is_simple:
+            self._pauses.add(call.request, call.given, entry, why, calls)
 
     def _starts_plain(self, entry: Entry) -> bool:
         is_first = entry.state is State.COLD and self.config.capture != "first_use"

@@ -2,7 +2,7 @@
 
 Must never know modules or signatures. The surprising fact: on torch 2.11 one failed capture makes
 its pool unusable, breaks `torch.randn` and stops `empty_cache` from releasing anything, so first
-attempts go to a scratch pool and a failure is healed by the steps in `recover`.
+attempts go to a scratch pool where others use the shared one, and a failure is healed by `recover`.
 """
 
 from __future__ import annotations
@@ -163,11 +163,9 @@ class DeviceState:
         """The default generator continues from `state`."""
         torch.set_rng_state(state[0])
 
-    needs_trial = False
-
     @property
     def may_hold_graphs(self) -> bool:
-        """Whether any runner may have a graph here; asked in every eager call."""
+        """Whether any runner may have a graph here, whose pool a failed capture would ruin."""
         return True
 
     def default_budget(self) -> int:
@@ -256,7 +254,6 @@ class CudaState(DeviceState):
     """One pool and one capture stream; replays of a device run one after another."""
 
     HEADROOM_BYTES = 256 << 20
-    needs_trial = True
 
     @property
     def may_hold_graphs(self) -> bool:

@@ -6,7 +6,7 @@ call whose result the user gets; it costs tens of milliseconds once, and nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -178,32 +178,32 @@ class Observer(Watch):
         modules = [value for value in given if isinstance(value, nn.Module)]
         return Reach(modules) if modules else None
 
-    def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
+    def about_to_run(
+        self, traits: OpTraits, args: Args, kwargs: Kwargs, written: Iterable[Tensor]
+    ) -> None:
         if traits.is_random:
             self._note_random(args, kwargs)
         if traits.is_collective:  # a compare would issue it twice, on this process alone
             self._refusal = Reason.COLLECTIVE, f"{traits.name} at {caller_location()}"
-        for tensor in traits.written(args, kwargs):
+        for tensor in written:
             self._note_write(tensor)
 
-    def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
+    def ran(self, traits: OpTraits, given: list[Tensor], made: list[Tensor]) -> None:
         if traits.launches:
             self._launches += 1
-        if traits.is_plain:
-            self._note_produced(result)
-        if not self.in_break:  # a break's body runs on every replay
-            for tensor in iter_tensors((result,)):
-                if tensor.device.type == self.device.type and self._is_own(tensor):
-                    self.escapes.note(tensor, traits.name)
+        for tensor in made:
+            key = storage_key(tensor)
+            if traits.is_plain:
+                self._produced.add(key)
+            # a break's body runs on every replay; the rest a recording would have in memory of its
+            # own, written on every replay
+            is_own = not self.in_break and (key in self._produced or key in self._inputs)
+            if is_own and tensor.device.type == self.device.type:
+                self.escapes.note(tensor, traits.name)
 
-    def gave(self, traits: OpTraits, result: object) -> None:
-        for tensor in iter_tensors((result,)):
+    def gave(self, traits: OpTraits, made: list[Tensor]) -> None:
+        for tensor in made:
             self.escapes.note(tensor, traits.name)
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        """Whether a recording would have it in memory of its own, written on every replay."""
-        key = storage_key(tensor)
-        return key in self._produced or key in self._inputs
 
     def _note_produced(self, result: object) -> None:
         for tensor in iter_tensors((result,)):
@@ -280,7 +280,7 @@ class CaptureLog(Protocol):
 
     def is_produced(self, tensor: Tensor) -> bool: ...
 
-    def is_input(self, tensor: Tensor) -> bool: ...
+    def is_rewritten(self, tensor: Tensor) -> bool: ...
 
 
 class Guard(Watch):
@@ -327,7 +327,9 @@ class Guard(Watch):
             self.origins.set(tensor, Origin.KNOWN)
         return value
 
-    def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:
+    def about_to_run(
+        self, traits: OpTraits, args: Args, kwargs: Kwargs, written: Iterable[Tensor]
+    ) -> None:
         if traits.is_collective:
             raise CaptureAborted(Reason.COLLECTIVE, f"{traits.name} at {caller_location()}")
         if self._is_observed:
@@ -335,23 +337,23 @@ class Guard(Watch):
         # taken for a size like the others: what the compare could not undo must not be in it
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             raise CaptureAborted(Reason.CAPTURE_FAILED, "draws from a generator, not observed yet")
-        if any(not self._log.is_produced(tensor) for tensor in traits.written(args, kwargs)):
+        if any(not self._log.is_produced(tensor) for tensor in written):
             raise CaptureAborted(Reason.CAPTURE_FAILED, f"{traits.name}: a write not observed yet")
 
-    def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
-        for tensor in iter_tensors((*args, *kwargs.values())):
+    def ran(self, traits: OpTraits, given: list[Tensor], made: list[Tensor]) -> None:
+        for tensor in given:
             self._log.note_used(tensor)
-        if traits.is_plain:
-            for tensor in iter_tensors((result,)):
+        for tensor in made:
+            if traits.is_plain:
                 self._log.note_produced(tensor)
-        for tensor in iter_tensors((result,)):
-            if self._log.is_produced(tensor) or self._log.is_input(tensor):
+                self._escapes.note(tensor, traits.name)
+            elif self._log.is_rewritten(tensor):
                 self._escapes.note(tensor, traits.name)
         if traits.launches:
             self._log.note_launch()
 
-    def gave(self, traits: OpTraits, result: object) -> None:
-        for tensor in iter_tensors((result,)):
+    def gave(self, traits: OpTraits, made: list[Tensor]) -> None:
+        for tensor in made:
             self._escapes.note(tensor, traits.name)
 
 

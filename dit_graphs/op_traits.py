@@ -6,7 +6,7 @@ in its tags, except for indexing with a mask, which looks like indexing with num
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "iter_tensors",
     "storage_key",
     "storage_parts",
+    "tensors_of",
     "traits_of",
 ]
 
@@ -39,23 +40,22 @@ class OpTraits:
     training: int | None
     reads_host: bool
     is_random: bool
-    is_allocation: bool
+    launches: bool  # it does device work: views and bare allocations do none
     is_collective: bool  # other processes must issue it too, as often and in the same order
-
-    @property
-    def launches(self) -> bool:
-        """Whether the op does device work: views and bare allocations do none."""
-        return not (self.is_view or self.is_allocation)
 
     def written(self, args: Args, kwargs: Kwargs) -> Iterable[Tensor]:
         """The tensors this call writes in place."""
+        if not (self.writes or self.writes_in_training):
+            return ()
+        places: list[object] = []
         for place in self.writes:
             if isinstance(place, str):
-                yield from iter_tensors((kwargs.get(place),))
+                places.append(kwargs.get(place))
             elif place < len(args):
-                yield from iter_tensors((args[place],))
+                places.append(args[place])
         if self.writes_in_training and (self.training is None or args[self.training]):
-            yield from iter_tensors(args[place] for place in self.writes_in_training)
+            places.extend(args[place] for place in self.writes_in_training)
+        return list(iter_tensors(places))
 
 
 _HOST_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -107,17 +107,18 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
     names = [argument.name for argument in schema.arguments]
     moved = _AVERAGES if schema.name in _MOVE_AVERAGES else ()
     aliased = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    is_view = aliased and not writes
     reads = schema.name in _WITH_MASKS or any(tag in func.tags for tag in _HOST_READ_TAGS)
     return OpTraits(
         name=schema.name,
-        is_view=aliased and not writes,
+        is_view=is_view,
         is_plain=bool(schema.returns) and all(r.alias_info is None for r in schema.returns),
         writes=tuple(writes),
         writes_in_training=tuple(map(names.index, moved)),
         training=names.index("training") if "training" in names else None,
         reads_host=reads and schema.name not in _NEVER_HOST_READ,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
-        is_allocation=schema.name in _ALLOCATIONS,
+        launches=not (is_view or schema.name in _ALLOCATIONS),
         is_collective=schema.name.partition("::")[0] in _COLLECTIVES,
     )
 
@@ -125,6 +126,19 @@ def _read_traits(func: torch._ops.OpOverload) -> OpTraits:
 def fills_masks(value: Tensor) -> bool:
     """Whether torch writes this value under a mask as a fill, without asking where the mask is."""
     return value.numel() == 1 and value.device.type == "cpu"
+
+
+def tensors_of(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The tensors among an op's arguments, in order."""
+    found: list[Tensor] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(iter_tensors(value))
+    if kwargs:
+        found.extend(iter_tensors(kwargs.values()))
+    return found
 
 
 def iter_tensors(values: Iterable[object]) -> Iterable[Tensor]:
@@ -141,11 +155,9 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def storage_parts(tensor: Tensor) -> Iterable[Tensor]:
+def storage_parts(tensor: Tensor) -> Sequence[Tensor]:
     """The tensors that own its memory: itself, or what a subclass (a quantised weight) wraps."""
     flatten = None if type(tensor) in _ORDINARY else getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        yield tensor
-        return
-    for name in flatten()[0]:
-        yield from storage_parts(getattr(tensor, name))
+        return (tensor,)
+    return [part for name in flatten()[0] for part in storage_parts(getattr(tensor, name))]

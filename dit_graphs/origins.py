@@ -7,11 +7,12 @@ so the observed pass reads it and a capture is handed what was read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 from torch import Tensor
 
-from .op_traits import Args, Kwargs, OpTraits, iter_tensors, storage_key
+from .op_traits import OpTraits, storage_key
 
 __all__ = ["Origin", "Origins"]
 
@@ -55,25 +56,31 @@ class Origins:
         elif key:
             self._found[key] = origin
 
-    def of_all(self, args: Args, kwargs: Kwargs) -> Origin:
-        """What determines all tensors among these arguments together."""
+    def of_all(self, tensors: Iterable[Tensor]) -> Origin:
+        """What determines all these tensors together."""
         found = Origin.HOST
-        for tensor in iter_tensors((*args, *kwargs.values())):
+        for tensor in tensors:
             origin = self.of(tensor)
             if origin is Origin.DEVICE:
                 return Origin.DEVICE
             found = max(found, origin)
         return found
 
-    def note(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
+    def note(
+        self,
+        traits: OpTraits,
+        given: Iterable[Tensor],
+        written: Iterable[Tensor],
+        made: Iterable[Tensor],
+    ) -> None:
         """The op has run: its outputs, new or written in place, have its inputs' origin."""
         if traits.name in _FRESH or traits.name in _FILLED:
             origin = Origin.HOST
         elif traits.is_random:
             origin = Origin.DEVICE
         else:
-            origin = self.of_all(args, kwargs)
-        for tensor in iter_tensors((result,)):
+            origin = self.of_all(given)
+        for tensor in made:
             self.set(tensor, origin)
-        for tensor in traits.written(args, kwargs):
+        for tensor in written:
             self.set(tensor, origin)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .ambient import outside_modes
 from .cache import Entry
+from .errors import Reason
 from .glance import hooks_ever
 from .request_scope import Request
 from .tree import PLAIN
@@ -31,6 +32,8 @@ class Pause:
 
     request: Request
     entry: Entry
+    reason: Reason
+    detail: str
     calls: int
     hooks: int
 
@@ -57,9 +60,9 @@ class Pauses:
     def add(
         self,
         request: Request,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        given: tuple[tuple[object, ...], dict[str, object]],
         entry: Entry,
+        why: tuple[Reason, str],
         calls: int,
     ) -> None:
         """After this call of `request`, `calls` more like it need not be looked up."""
@@ -67,7 +70,7 @@ class Pauses:
             self.clear()
             self._request = request.number
         if len(self._known) < _MANY:
-            self._known[_glimpse(args, kwargs)] = Pause(request, entry, calls, hooks_ever())
+            self._known[_glimpse(*given)] = Pause(request, entry, *why, calls, hooks_ever())
 
     def clear(self) -> None:
         """Something changed: every call is looked up."""

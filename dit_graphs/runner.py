@@ -27,7 +27,7 @@ from .calls import (
 from .config import GraphConfig
 from .counters import RunnerStats
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
-from .learning import Learning
+from .learning import FOR_GOOD, Learning
 from .module_watch import ModuleWatch
 from .pauses import Pauses
 from .request_scope import Request, current_request
@@ -153,11 +153,12 @@ class GraphRunner(Learning):
         if entry.state is State.CAPTURED:
             return self._compare(entry, call)
         if entry.state is State.BLOCKED:
+            if not self._watch.is_current(call.request) and self._is_outdated(call):
+                return self._serve_anew(entry, call)  # what forbade a graph may be gone
             assert entry.blocked is not None
-            is_checked = self._watch.is_current(call.request)
-            if not is_checked and self._is_outdated(call):  # what forbade a graph may be gone
-                return self._serve_anew(entry, call)
-            if not entry.retry_after or entry.uses < entry.retry_after:
+            still = entry.retry_after - entry.uses if entry.retry_after else FOR_GOOD
+            if still > 0:
+                self._pause(entry, call, still - 1, entry.blocked)
                 return self._miss(entry, call, *entry.blocked)
             entry.unblock()
         return self._learn(entry, call)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from .op_traits import (
     iter_tensors,
     storage_key,
     storage_parts,
+    tensors_of,
     traits_of,
 )
 from .origins import Origin, Origins
@@ -171,14 +172,16 @@ class Watch(ABC):
         """`read()` gives values of the device that the signature determines."""
 
     @abstractmethod
-    def ran(self, traits: OpTraits, args: Args, kwargs: Kwargs, result: object) -> None:
+    def ran(self, traits: OpTraits, given: list[Tensor], made: list[Tensor]) -> None:
         """An op of a segment has run."""
 
     @abstractmethod
-    def gave(self, traits: OpTraits, result: object) -> None:
-        """An op that is an eager break gave this to the forward."""
+    def gave(self, traits: OpTraits, made: list[Tensor]) -> None:
+        """An op that is an eager break gave these to the forward."""
 
-    def about_to_run(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> None:  # noqa: B027
+    def about_to_run(  # noqa: B027
+        self, traits: OpTraits, args: Args, kwargs: Kwargs, written: Iterable[Tensor]
+    ) -> None:
         """An op, of a segment or of a break, is next; what it writes still holds old values."""
 
     # Function level.
@@ -195,26 +198,32 @@ class Watch(ABC):
 
     # Dispatch level.
     def on_op(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs) -> object:
-        traits = traits_of(func)
-        if not self.in_break and self._waits_for_device(traits, args, kwargs):
-            if self.is_known(*iter_tensors((*args, *kwargs.values()))):
+        traits, given = traits_of(func), tensors_of(args, kwargs)
+        if not self.in_break and self._waits_for_device(traits, args, kwargs, given):
+            if self.is_known(*given):
                 return self.known_read(traits.name, lambda: func(*args, **kwargs))
             self.host_read(traits.name)
-        self.about_to_run(traits, args, kwargs)
+        written = traits.written(args, kwargs)
+        self.about_to_run(traits, args, kwargs, written)
         if not self.in_break and self.policy.op_words and self.policy.is_op_break(traits):
             site = BreakSite("op", traits.name)
             result = call_break(site, func, args, kwargs)
-            self.gave(traits, result)  # no mode sees what is done in here
+            made = list(iter_tensors((result,)))
+            self.gave(traits, made)  # no mode sees what is done in here
         else:
             result = func(*args, **kwargs)
-            self.ran(traits, args, kwargs, result)
-        self.origins.note(traits, args, kwargs, result)
+            made = [result] if isinstance(result, Tensor) else list(iter_tensors((result,)))
+            self.ran(traits, given, made)
+        self.origins.note(traits, given, written, made)
         return result
 
-    def _waits_for_device(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> bool:
+    def _waits_for_device(
+        self, traits: OpTraits, args: Args, kwargs: Kwargs, given: list[Tensor]
+    ) -> bool:
         """Whether the host waits for a device value here; reports copies to the device."""
-        reads = traits.reads_host and self._is_host_read(traits, args, kwargs)
-        return (self.device.type != "cpu" and self._check_devices(traits, args, kwargs)) or reads
+        reads = traits.reads_host and self._is_host_read(traits, args, kwargs, given)
+        is_device = self.device.type != "cpu"
+        return (is_device and self._check_devices(traits, args, kwargs, given)) or reads
 
     def is_device(self, tensor: Tensor) -> bool:
         """Whether reading this tensor's values on the host would wait for the device.
@@ -241,13 +250,15 @@ class Watch(ABC):
             frame = frame.f_back
         return "", caller_location()
 
-    def _is_host_read(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> bool:
+    def _is_host_read(
+        self, traits: OpTraits, args: Args, kwargs: Kwargs, given: list[Tensor]
+    ) -> bool:
         name = traits.name
         if name in ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
             return self._is_bool_index(args, name != "aten::index")
         if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
             return False
-        return any(self.is_device(t) for t in iter_tensors((*args, *kwargs.values())))
+        return any(map(self.is_device, given))
 
     def _is_bool_index(self, args: Args, is_write: bool) -> bool:
         indices = args[1]
@@ -257,19 +268,20 @@ class Watch(ABC):
             return False
         return not (is_write and isinstance(args[2], Tensor) and fills_masks(args[2]))
 
-    def _check_devices(self, traits: OpTraits, args: Args, kwargs: Kwargs) -> bool:
+    def _check_devices(
+        self, traits: OpTraits, args: Args, kwargs: Kwargs, given: list[Tensor]
+    ) -> bool:
         """Whether the op copies to the host by itself; copies to the device are reported."""
-        tensors = list(iter_tensors((*args, *kwargs.values())))
         here = self.device.type
-        on_host = [t for t in tensors if t.device.type == "cpu"]
+        on_host = [t for t in given if t.is_cpu]
         target = kwargs.get("device")
         leaves = isinstance(target, torch.device) and target.type == "cpu"
-        if leaves and any(t.device.type == here for t in tensors):
+        if leaves and any(t.device.type == here for t in given):
             return True
         if not on_host:
             return False
         arrives = isinstance(target, torch.device) and target.type == here
-        mixed = len(on_host) < len(tensors)
+        mixed = len(on_host) < len(given)
         copies = traits.name in ("aten::copy_", "aten::copy") or (
             traits.name.startswith("aten::index_put") and any(t.dim() for t in on_host)
         )

@@ -113,9 +113,7 @@ class BreakLog:
         """An op read this tensor; if it is external, the recording keeps its storage alive."""
         for part in storage_parts(tensor):
             key = storage_key(part)
-            if key in self._produced or key in self._inputs or key in self.externals:
-                continue
-            if key:
+            if key and not (key in self._produced or key in self._inputs or key in self.externals):
                 self.externals[key] = part.detach()
 
     def note_launch(self) -> None:
@@ -126,9 +124,10 @@ class BreakLog:
         """Whether every replay rewrites this tensor's memory."""
         return storage_key(tensor) in self._produced
 
-    def is_input(self, tensor: Tensor) -> bool:
-        """Whether this is a static input, or a part of one: every call writes that anew."""
-        return storage_key(tensor) in self._inputs
+    def is_rewritten(self, tensor: Tensor) -> bool:
+        """Whether a replay or the call before it writes this memory: produced, or an input's."""
+        key = storage_key(tensor)
+        return key in self._produced or key in self._inputs
 
     def next_break(self, site: BreakSite) -> RecordedBreak:
         """The observed break this one repeats. Raises `CaptureAborted` where they differ."""

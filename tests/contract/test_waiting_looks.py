@@ -114,6 +114,19 @@ def test_a_hook_put_on_between_two_requests_runs_in_the_first_call(graphing: Whe
     assert twin.runner.stats.fallbacks[Reason.HOOKS] == 5
 
 
+@pytest.fixture
+def signed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One item for each call that was signed."""
+    calls: list[object] = []
+
+    def counted(call: object, *args: object, **kwargs: object) -> object:
+        calls.append(call)
+        return sign(call, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dit_graphs.runner.sign", counted)
+    return calls
+
+
 # Calls that nobody looks up. Admission is asked about graphs of a GPU only, so it is put in here.
 class _Putting:
     """A wrapped module whose calls are timed and never admitted; counts what is signed."""
@@ -176,9 +189,45 @@ def test_a_pause_is_for_its_sizes_its_values_and_its_request(
     assert twin.runner.stats.fallbacks[Reason.HOOKS] == 2
 
 
+def test_sizes_that_nobody_warmed_up_are_signed_once_per_request(
+    where: Where, signed: list[object]
+) -> None:
+    twin = Twin(Scaled(), where, capture="warmup_only")
+    _generation(twin, where, 3, steps=6)
+    assert len(signed) == 1 and twin.runner.stats.fallbacks[Reason.WARMUP_ONLY] == 6
+    with dit_graphs.request():
+        for index in range(12):
+            if index == 6:
+                with twin.runner.warming_up():
+                    twin(where.randn(3, 8, seed=50))
+            twin(where.randn(3, 8, seed=index))
+    assert twin.runner.stats.fallbacks[Reason.WARMUP_ONLY] == 12
+    assert twin.replays >= 4, "what was warmed up within a request is served in it"
+
+
+def test_a_blocked_signature_is_tried_again_when_it_is_due(
+    graphing: Where, signed: list[object]
+) -> None:
+    """Calls that are not looked up are counted all the same."""
+    twin = Twin(Scaled(), graphing)
+    _generation(twin, graphing, 3, steps=1)
+    (entry,) = twin.runner.cache.entries.values()
+    entry.block_until_retry(Reason.CAPTURE_FAILED, "for a test")
+    due = entry.retry_after
+    signed.clear()
+    with dit_graphs.request(total_steps=due + 10):
+        for index in range(due - 2):
+            twin(graphing.randn(3, 8, seed=index))
+        assert (entry.uses, len(signed)) == (due - 1, 1) and twin.captures == 0
+        for index in range(4):
+            twin(graphing.randn(3, 8, seed=index))
+        assert twin.captures == 1 and twin.replays > 0
+    assert twin.runner.stats.fallbacks[Reason.CAPTURE_FAILED] == due - 2
+
+
 def test_a_pause_ends_where_another_call_may_be_admitted() -> None:
     pauses, request, args = Pauses(), Request(10), (torch.zeros(2), 1.0, "word", [None])
-    pauses.add(request, args, {}, None, 2)  # type: ignore[arg-type]
+    pauses.add(request, (args, {}), None, (Reason.NOT_ADMITTED, ""), 2)  # type: ignore[arg-type]
     assert pauses.find(Request(10), args, {}) is None
     assert pauses.find(request, (torch.zeros(2), 2.0, "word", [None]), {}) is None
     found = [pauses.find(request, args, {}) for _ in range(3)]

@@ -1,0 +1,116 @@
+"""Owns admission: whether a graph of a signature is expected to pay for itself.
+
+Must never know how graphs are made. The surprising fact: most calls are decided without the
+device's time, because even the most that a replay could save would not pay for the capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .cache import Entry, State
+from .config import GraphConfig
+from .memory import Stopwatch
+from .request_scope import Request
+
+__all__ = ["Admission"]
+
+_WORTH_KEEPING = 0.97  # a replay slower than this share of eager is not kept under "auto"
+_LAUNCH_BOUND = 1.15  # device time within this share of host time: the device waits for Python
+_SHARE_OF_LAUNCHES = 0.5  # of the time of such a call, until a replay was measured
+
+
+class Admission:
+    """Weighs what captures cost, of which it is told, against what replays would save."""
+
+    def __init__(self, config: GraphConfig, backend: str) -> None:
+        self.config = config
+        self.backend = backend
+        self.is_warming_up = False
+        self._capture_ms: float | None = None
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Inside, every new signature is captured on its first call."""
+        before, self.is_warming_up = self.is_warming_up, True
+        try:
+            yield
+        finally:
+            self.is_warming_up = before
+
+    def note_eager(self, entry: Entry, clock: Stopwatch, host_ms: float) -> None:
+        """Remembers how long an eager call took; read later, without waiting."""
+        entry.clock, entry.host_ms = clock, host_ms
+        entry.lost_ms += self._saving_ms(entry)
+
+    def _saving_ms(self, entry: Entry) -> float:
+        """What one replay would save, from what is known without waiting."""
+        if entry.clock is not None:
+            elapsed = entry.clock.elapsed_ms()
+            if elapsed is not None:
+                entry.eager_ms, entry.clock = elapsed, None
+        if entry.eager_ms is None:
+            return 0.0
+        if entry.replay_ms is not None:
+            return max(entry.eager_ms - entry.replay_ms, 0.0)
+        bound_by_device = entry.eager_ms > _LAUNCH_BOUND * max(entry.host_ms, 1e-6)
+        return entry.eager_ms * (0.02 if bound_by_device else _SHARE_OF_LAUNCHES)
+
+    def _hoped_ms(self, entry: Entry) -> float:
+        """No replay would save more, whatever the device's time turns out to be."""
+        known = self._saving_ms(entry)
+        if entry.eager_ms is not None:
+            return known
+        return _SHARE_OF_LAUNCHES * _LAUNCH_BOUND * entry.host_ms
+
+    def admits(self, entry: Entry, request: Request | None) -> bool:
+        """Whether a capture now is expected to pay for itself (asked under "auto" only)."""
+        if not self._is_choosy():
+            return True
+        left = request.steps_left(entry.signature) if request is not None else None
+        if (left is None and entry.uses < 3) or not self._pays(entry, left, self._hoped_ms(entry)):
+            return False
+        if entry.clock is not None and entry.eager_ms is None:
+            entry.eager_ms = entry.clock.elapsed_ms(wait=True)
+        return self._pays(entry, left, self._saving_ms(entry))
+
+    def _is_choosy(self) -> bool:
+        is_asked = self.backend == "auto" and self.config.capture != "first_use"
+        return is_asked and not self.is_warming_up
+
+    def _pays(self, entry: Entry, left: int | None, saving: float) -> bool:
+        ahead = max((left or 0) - 1, 0) * saving
+        return max(ahead, entry.lost_ms) > self._expected_cost_ms(entry)
+
+    def hopeless_calls(self, entry: Entry, request: Request) -> int:
+        """How many calls of `request` after this one will not be admitted, whatever they bring."""
+        left, hoped = request.steps_left(entry.signature), self._hoped_ms(entry)
+        if not self._is_choosy() or left is None or self._pays(entry, left, hoped):
+            return 0
+        still = self._expected_cost_ms(entry) - entry.lost_ms
+        return min(left, int(still / hoped)) if hoped > 0.0 else left
+
+    def note_lost(self, entry: Entry) -> None:
+        """An eager call that nobody timed loses as much as those that were."""
+        entry.lost_ms += self._saving_ms(entry)
+
+    def _expected_cost_ms(self, entry: Entry) -> float:
+        captures = self._capture_ms if self._capture_ms is not None else 3.0 * entry.host_ms
+        return captures + (entry.eager_ms or entry.host_ms)
+
+    def may_capture_now(self, entry: Entry, request: Request | None) -> bool:
+        """Right after the plain first call: this code path needs no observed pass."""
+        plan = entry.plan
+        if not (plan.is_simple and plan.has_captured) or entry.state is not State.SEEN:
+            return False
+        if self.backend == "debug":  # nothing would tell that this call is not like the others
+            return False
+        left = request.steps_left(entry.signature) if request is not None else None
+        return left is not None and left >= 3 and self.admits(entry, request)
+
+    def is_worthless(self, entry: Entry) -> bool:
+        """Under "auto": a graph that is no faster than eager is not kept."""
+        if self.backend != "auto" or entry.eager_ms is None or entry.replay_ms is None:
+            return False
+        return entry.replay_ms > _WORTH_KEEPING * entry.eager_ms
