@@ -18,6 +18,7 @@ __all__ = ["Admission"]
 
 _WORTH_KEEPING = 0.97  # a replay slower than this share of eager is not kept under "auto"
 _LAUNCH_BOUND = 1.15  # device time within this share of host time: the device waits for Python
+_FIRST_CAPTURE = 7.0  # times the host's time for one call: seven to fourteen were measured
 _SHARE_OF_LAUNCHES = 0.5  # of the time of such a call, until a replay was measured
 
 
@@ -28,6 +29,7 @@ class Admission:
         self.config = config
         self.backend = backend
         self.is_warming_up = False
+        self._pass_ms = 0.0
         self._capture_ms: float | None = None
 
     @contextmanager
@@ -95,9 +97,21 @@ class Admission:
         """An eager call that nobody timed loses as much as those that were."""
         entry.lost_ms += self._saving_ms(entry)
 
+    def note_pass(self, took_ms: float) -> None:
+        """What an observed pass took."""
+        self._pass_ms = took_ms
+
+    def note_capture(self, took_ms: float) -> None:
+        """What a capture took, its pass not counted."""
+        self._capture_ms = took_ms
+
     def _expected_cost_ms(self, entry: Entry) -> float:
-        captures = self._capture_ms if self._capture_ms is not None else 3.0 * entry.host_ms
-        return captures + (entry.eager_ms or entry.host_ms)
+        """Pass, capture and compare, as they were measured last."""
+        compare_ms = entry.eager_ms or entry.host_ms
+        if self._capture_ms is None:
+            return _FIRST_CAPTURE * entry.host_ms + compare_ms
+        is_known = entry.plan.is_simple and entry.plan.has_captured
+        return self._capture_ms + (0.0 if is_known else self._pass_ms) + compare_ms
 
     def may_capture_now(self, entry: Entry, request: Request | None) -> bool:
         """Right after the plain first call: this code path needs no observed pass."""

@@ -71,6 +71,7 @@ class Capturer(Admission):
 
         Raises `CaptureAborted` where no capture of this code path can work.
         """
+        started = time.perf_counter()
         inputs = _bound_buffers(entry, tensors, self.state.device)
         random, host = self.state.random_state(), HostRandom()
         policy = entry.plan.policy
@@ -97,6 +98,7 @@ class Capturer(Admission):
             entry.inputs, entry.observation = inputs, observation
             # a plain call would leave a capture right after it containers that are no longer whole
             entry.plan.is_simple = observation.is_simple and not call.taken
+            self.note_pass((time.perf_counter() - started) * 1e3)
         return result
 
     def _pass(
@@ -217,14 +219,11 @@ class Capturer(Admission):
             python = PythonState(self.forward.module)
             random = self.state.random_state()
             drawn = [(generator, generator.get_state()) for generator in observation.generators]
+            is_risky = name in _IN_A_POOL and self.state.may_hold_graphs
             changed: list[str] = []
             recording: Recording[object] | None = None
             try:
-                if (
-                    name in _IN_A_POOL
-                    and self.state.may_hold_graphs
-                    and not entry.plan.has_captured
-                ):
+                if is_risky and not entry.plan.has_captured:
                     backend.capture(forward, replace(plan, is_trial=True)).close()
                     self.state.reclaim()  # the scratch pool's memory serves the shared one
                     changed += python.restore()  # of every pass by itself: two undo a toggle
@@ -252,8 +251,9 @@ class Capturer(Admission):
             entry.private = private_storages(observation, self.forward.module)
             entry.recording, entry.backend, entry.state = recording, name, State.CAPTURED
             entry.capture_ms = (time.perf_counter() - started) * 1e3
+            self.state.may_hold_graphs = True
         # from here on other threads may let go of it with all other graphs
-        self._capture_ms = entry.capture_ms
+        self.note_capture(entry.capture_ms)
         entry.plan.has_captured = True
         if recording.breaks and observation.written_externals:
             entry.release()

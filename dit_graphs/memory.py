@@ -90,6 +90,7 @@ class DeviceState:
         self.gate = CaptureGate()
         self.replay_lock = threading.RLock()
         self.generation = 0
+        self.may_hold_graphs = False  # then a failed capture ruins their pool, and they give memory
         self.holders = Holders()
         self._replaying = 0
         self._replayer: int | None = None
@@ -163,11 +164,6 @@ class DeviceState:
         """The default generator continues from `state`."""
         torch.set_rng_state(state[0])
 
-    @property
-    def may_hold_graphs(self) -> bool:
-        """Whether any runner may have a graph here, whose pool a failed capture would ruin."""
-        return True
-
     def default_budget(self) -> int:
         """The bytes "auto" allows graphs on this device."""
         return 1 << 62
@@ -200,6 +196,7 @@ class DeviceState:
                 return 0
             self.settle()
             dropped = sum(holder.drop_graphs() for holder in self.holders)
+            self.may_hold_graphs = False
             self._new_pool()
             self.generation += 1
             return dropped
@@ -254,10 +251,6 @@ class CudaState(DeviceState):
     """One pool and one capture stream; replays of a device run one after another."""
 
     HEADROOM_BYTES = 256 << 20
-
-    @property
-    def may_hold_graphs(self) -> bool:
-        return self._pool is not None
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

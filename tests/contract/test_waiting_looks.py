@@ -32,7 +32,7 @@ class Tabled(Scaled):
 
     def __init__(self, start: int = 0) -> None:
         super().__init__()
-        self.table = torch.arange(float(start))
+        self.register_buffer("table", torch.arange(float(start)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > len(self.table):
