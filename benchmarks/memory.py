@@ -92,6 +92,7 @@ def _counters(pipe: object) -> dict[str, object]:
         "graphs": len(graphs),
         "graph_bytes": sum(graph["nbytes"] for graph in graphs),
         "pool_bytes": max(component["pool_bytes"] for component in components.values()),
+        "output_bytes": max(part.get("output_bytes", 0) for part in components.values()),
         "replays": sum(component["replays"] for component in components.values()),
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from .ambient import ambient_state
 from .backends import Recording
 from .budget import keep_budget
+from .buffers import span_bytes
 from .cache import Entry, GraphCache
 from .calls import Eager, RunnerOptions, resolve_backend
 from .capture import Capturer
@@ -28,7 +30,7 @@ from .module_watch import ModuleWatch
 from .pauses import Pauses
 from .request_scope import current_request
 from .signature import CallForm, Signature
-from .tree import typed
+from .tree import tensor_leaves, typed
 from .watch import load_modes
 from .worth import MOSTLY_EAGER, expected_speedup
 
@@ -290,7 +292,12 @@ class GraphHolding:
         return bool(self.cache.held())
 
     def report(self) -> dict[str, object]:
-        """Counters and one record per held graph, JSON-serialisable."""
+        """Counters and one record per held graph, JSON-serialisable.
+
+        `output_bytes`: the largest graph's outputs. They lie in the pool, and a replay overwrites
+        those of the one before, so that all signatures share that memory.
+        """
+        graphs = [record for entry in self.cache.held() for record in self._records(entry)]
         return {
             **self.stats.as_dict(),
             "backend": self.backend,
@@ -302,7 +309,8 @@ class GraphHolding:
                 for entry in self.cache.held()
                 if (worth := entry.worth(self.device)) is not None
             ),
-            "graphs": [record for entry in self.cache.held() for record in self._records(entry)],
+            "output_bytes": max((cast(int, graph["output_bytes"]) for graph in graphs), default=0),
+            "graphs": graphs,
         }
 
     def _records(self, entry: Entry) -> Iterator[dict[str, object]]:
@@ -322,6 +330,7 @@ class GraphHolding:
             "captured_fraction": recording.captured_fraction,
             "mostly_eager": recording.captured_fraction < MOSTLY_EAGER,
             "nbytes": entry.nbytes,
+            "output_bytes": sum(map(span_bytes, tensor_leaves(recording.output))),
             "capture_ms": entry.capture_ms,
             "replays": entry.replays,
             "eager_ms": entry.eager_ms,

@@ -142,9 +142,11 @@ def _components(pipe: DiffusionPipeline, numbers: Mapping[str, Any]) -> Iterator
 
 
 def _component(name: str, numbers: Mapping[str, Any]) -> Iterator[str]:
+    outputs = numbers.get("output_bytes")
+    of_it = f", {_bytes(outputs)} of it outputs" if outputs else ""
     yield (
         f"{name}: {numbers['captures']} captured, {numbers['replays']} replayed, "
-        f"{numbers['eager_calls']} eager, {_bytes(numbers['pool_bytes'])}"
+        f"{numbers['eager_calls']} eager, {_bytes(numbers['pool_bytes'])}{of_it}"
     )
     if numbers.get("expected_speedup") is not None:
         yield f"  expect {numbers['expected_speedup']:.2f}x, by calls that were measured both ways"

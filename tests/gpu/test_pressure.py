@@ -107,6 +107,8 @@ def test_b33_ten_sizes_in_one_pool_and_its_bytes_are_reported():
     assert report["pool_bytes"] == curve[-1]
     assert len(report["graphs"]) == 4
     assert all(graph["nbytes"] > 0 for graph in report["graphs"])
+    outputs = [graph["output_bytes"] for graph in report["graphs"]]
+    assert 0 < report["output_bytes"] == max(outputs) <= report["pool_bytes"]
 
 
 class FailsInCapture(Denoiser):

@@ -32,6 +32,7 @@ def test_stats_are_plain_json_with_every_number() -> None:
         "breaks",
         "captured_fraction",
         "nbytes",
+        "output_bytes",
         "capture_ms",
         "replays",
         "eager_ms",
@@ -41,6 +42,19 @@ def test_stats_are_plain_json_with_every_number() -> None:
     assert graph["replays"] == 3
     assert graph["nbytes"] > 0
     assert graph["capture_ms"] > 0 and graph["eager_ms"] > 0 and graph["replay_ms"] > 0
+
+
+def test_the_memory_that_outputs_share_is_that_of_the_largest() -> None:
+    pipe = tiny.build("sdxl")
+    dit_graphs.accelerate(pipe, backend="recorded")
+    for size in (32, 64, 48):
+        tiny.latents(pipe, tiny.call_kwargs("sdxl", size=size, steps=4))
+    denoiser = dit_graphs.stats(pipe)["components"]["denoiser"]
+    each = sorted(graph["output_bytes"] for graph in denoiser["graphs"])
+    assert each == [2 * 4 * side * side * 4 for side in (4, 6, 8)], (
+        "batch, channels, latent, float32"
+    )
+    assert denoiser["output_bytes"] == each[-1]
 
 
 def test_signatures_are_named_as_a_user_thinks() -> None:
