@@ -21,6 +21,7 @@ from .tree import PLAIN
 __all__ = ["Pause", "Pauses"]
 
 _MANY = 64
+_HASHABLE = frozenset(PLAIN) - {slice}
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ def _shape(tensor: Tensor) -> Hashable:
 
 def _seen(value: object) -> Hashable:
     kind = type(value)
-    if kind in PLAIN:
+    if kind in _HASHABLE:
         return kind, value
     if isinstance(value, Tensor):
         return _shape(value)
