@@ -16,7 +16,9 @@ from collections.abc import Iterable
 from copy import copy
 from operator import is_
 from types import MethodType, ModuleType
+from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from .module_state import derived_names, is_ours
@@ -28,9 +30,12 @@ __all__ = ["HostRandom", "PythonState", "Reach", "storages_in"]
 _OURS = "_compiled_call_impl"
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_FIXED = frozenset((*_PLAIN, torch.dtype, torch.device))
 _TORCHS_OWN = frozenset(nn.Module().__dict__)
 _DEPTH = 3
 _BREAK_DEPTH = 6  # a break is small
+
+_KeptDict: TypeAlias = "tuple[str, dict[str, object], dict[str, object]]"
 
 
 class _Attributes:
@@ -38,7 +43,8 @@ class _Attributes:
 
     def __init__(self, modules: Iterable[nn.Module], depth: int, *, follows: bool) -> None:
         self._follows = follows
-        self._dicts: list[tuple[str, dict[str, object], dict[str, object]]] = []
+        self._dicts: list[_KeptDict] = []
+        self._empty: list[tuple[str, str, dict[str, object]]] = []  # most tables of most modules
         self._lists: list[tuple[str, list[object], list[object]]] = []
         self._sets: list[tuple[str, set[object], set[object]]] = []
         self._seen: set[int] = set()
@@ -53,7 +59,7 @@ class _Attributes:
     def changed(self) -> list[str]:
         """The names that stand for something else now."""
         found: list[str] = []
-        for path, held, before in self._dicts:
+        for path, held, before in self._kept():
             if _is_same(held, before):
                 continue
             names = (name for name in {**before, **held} if _differs(name, held, before))
@@ -67,7 +73,7 @@ class _Attributes:
     def restore(self) -> list[str]:
         """Everything is as it was at the start; returns the names that had changed."""
         changed: list[str] = []
-        for path, held, before in self._dicts:
+        for path, held, before in self._kept():
             if _is_same(held, before):
                 continue
             names = [name for name in {**before, **held} if _differs(name, held, before)]
@@ -101,8 +107,18 @@ class _Attributes:
         self._dicts.append((path, held, dict(held)))
         if depth:
             for name, value in held.items():
-                if not (self._follows and name in _TORCHS_OWN):
+                if type(value) in _FIXED or (self._follows and name in _TORCHS_OWN):
+                    continue
+                if isinstance(value, dict) and not value:
+                    self._empty.append((path, name, value))
+                else:
                     self._keep(f"{path}.{name}", value, depth - 1)
+
+    def _kept(self) -> list[_KeptDict]:
+        """The dicts, each with what it held; those that were empty where they no longer are."""
+        kept = list(self._dicts)
+        kept.extend((f"{path}.{name}", held, {}) for path, name, held in self._empty if held)
+        return kept
 
     def _keep(self, path: str, value: object, depth: int) -> None:
         if isinstance(value, (*_PLAIN, Tensor, type, ModuleType)):
@@ -186,7 +202,8 @@ class Reach(_Attributes):
     def again(self) -> Reach:
         """The same reach at this moment; what was made since is not in it."""
         now = copy(self)
-        now._dicts = [(path, held, dict(held)) for path, held, _ in self._dicts]
+        now._dicts = [(path, held, dict(held)) for path, held, _ in self._kept()]
+        now._empty = [empty for empty in self._empty if not empty[2]]
         now._lists = [(path, items, list(items)) for path, items, _ in self._lists]
         now._sets = [(path, members, set(members)) for path, members, _ in self._sets]
         return now
