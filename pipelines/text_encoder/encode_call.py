@@ -132,10 +132,11 @@ def _is_mask(mask: object, ids: Tensor) -> bool:
 
 def without_cache(output: object) -> object:
     """A model's output without its KV cache, which no pipeline reads."""
-    if not isinstance(output, ModelOutput) or not any(name in output for name in CACHES):
+    if not isinstance(output, ModelOutput):
         return output
+    # not `name in output`: transformers 5.24 warns its user about the old name
     kept = {name: value for name, value in output.items() if name not in CACHES}
-    return cast(object, type(output)(**kept))
+    return output if len(kept) == len(output) else cast(object, type(output)(**kept))
 
 
 def cut(output: object, tokens: int, bucket: int) -> object:

@@ -198,3 +198,31 @@ def test_half_precision_encodes_equally(name, dtype):
         states = outputs(model, batch, output_hidden_states=True).hidden_states
         assert all(map(torch.equal, states, expected))
     assert runner.stats.replays >= 2
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.parametrize("name", [*tiny_llms.DECODERS, *tiny_llms.ENCODERS])
+def test_transformers_warns_of_nothing_that_its_user_did_not_do(name):
+    """Its outputs take `"past_key_values" in output` for a question of the user's."""
+    logger = tf.utils.logging.get_logger()
+    heard = Heard()
+    model = tiny_llms.build(name)
+    batches = [tiny_llms.prompts([21, 9], seed=seed) for seed in range(4)]
+    runner = wrapped(model)
+    tf.utils.logging.warning_once.cache_clear()
+    logger.addHandler(heard)
+    try:
+        for batch in batches:
+            outputs(model, batch, output_hidden_states=True)
+    finally:
+        logger.removeHandler(heard)
+    assert runner.stats.replays == 1
+    assert heard.texts == []
