@@ -100,6 +100,9 @@ class GraphConfig:
         _check_choice("strict", self.strict, (True, False))
         if self.manifest is not None and not isinstance(self.manifest, (str, os.PathLike)):
             raise ConfigError(f"manifest: expected a path or None, got {self.manifest!r}")
+        for name in ("backend", "memory_budget", "max_size"):
+            if isinstance(given := getattr(self, name), Mapping):  # the caller may change it
+                object.__setattr__(self, name, dict(given))
 
     def backend_for(self, path: str) -> BackendName:
         """The backend of one component or LLM phase; DIT_GRAPHS_BACKEND overrides it."""
@@ -158,8 +161,8 @@ class GraphConfig:
 
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    # identity for bools: 1 == True must not pass for True
-    if not any(value is item or (isinstance(item, str) and value == item) for item in allowed):
+    # identity for bools: 1 == True must not pass for True; == of arrays is no bool
+    if not any(value is item or (isinstance(value, str) and value == item) for item in allowed):
         raise ConfigError(f"{name}: expected one of {list(allowed)}, got {value!r}")
 
 
@@ -177,6 +180,8 @@ def _check_components(config: GraphConfig) -> None:
     value: object = config.components
     if isinstance(value, str) or not isinstance(value, (tuple, list)):
         raise ConfigError(f"components: expected a tuple of names, got {value!r}")
+    if not value:
+        raise ConfigError('components: expected one name at least; backend="off" turns graphs off')
     for name in value:
         _check_choice("components", name, get_args(ComponentName))
     object.__setattr__(config, "components", tuple(value))
@@ -191,12 +196,16 @@ def _check_budget(value: object) -> None:
     if isinstance(value, Mapping):
         for path, item in value.items():
             _check_choice("memory_budget: mapping key", path, _PATHS)
-            _check_budget(item)
+            _check_bytes(f"memory_budget[{path!r}]", item)
         return
-    if value == "auto":
+    _check_bytes("memory_budget", value)
+
+
+def _check_bytes(name: str, value: object) -> None:
+    if isinstance(value, str) and value == "auto":
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f'memory_budget: expected bytes ≥ 0 or "auto", got {value!r}')
+        raise ConfigError(f'{name}: expected bytes ≥ 0 or "auto", got {value!r}')
 
 
 def _check_ladder(config: GraphConfig) -> None:

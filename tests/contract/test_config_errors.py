@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -23,11 +26,13 @@ _BAD_CONFIGS = [
     ({"verify": 1}, "verify"),
     ({"components": "denoiser"}, "components"),
     ({"components": ("denoiser", "scheduler")}, "scheduler"),
+    ({"components": ()}, "components: expected one name at least"),
     ({"memory_budget": -1}, "memory_budget"),
     ({"memory_budget": 1.5}, "memory_budget"),
     ({"memory_budget": True}, "memory_budget"),
     ({"memory_budget": {"denoiser": -5}}, "memory_budget"),
     ({"memory_budget": {"unet": 5}}, "unet"),
+    ({"memory_budget": {"denoiser": {"vae": 5}}}, r"memory_budget\['denoiser'\]"),
     ({"max_graphs": 0}, "max_graphs"),
     ({"max_graphs": -3}, "max_graphs"),
     ({"max_graphs": True}, "max_graphs"),
@@ -44,6 +49,10 @@ _BAD_CONFIGS = [
     ({"strict": 1}, "strict"),
     ({"manifest": 7}, "manifest"),
 ]
+_NO_VALUES: list[object] = [
+    *(object(), int, 1.5, float("nan"), b"auto", {1: 2}, [None], [{}], range(4)),
+    *(np.arange(3), np.array("auto"), torch.ones(2), torch.tensor(3)),
+]
 
 
 @pytest.mark.parametrize(("fields", "named"), _BAD_CONFIGS, ids=str)
@@ -55,6 +64,28 @@ def test_a_wrong_value_is_refused_by_name(fields: dict[str, object], named: str)
     with pytest.raises(ConfigError, match=named):
         dit_graphs.wrap(module, **fields)
     assert vars(module) == before
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(GraphConfig), ids=lambda field: field.name)
+@pytest.mark.parametrize("value", _NO_VALUES, ids=lambda value: f"{value!r:.20}")
+def test_a_value_of_no_type_that_a_field_takes_is_refused(
+    field: dataclasses.Field[object], value: object
+) -> None:
+    with pytest.raises(ConfigError, match=field.name):
+        GraphConfig(**{field.name: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "before", "after"),
+    [("backend", "full", "off"), ("memory_budget", 5, -5), ("max_size", 5, -5)],
+)
+def test_a_mapping_that_the_caller_changes_later_changes_no_config(
+    field: str, before: object, after: object
+) -> None:
+    given = {"decode": before}
+    config = GraphConfig(**{field: given})
+    given["decode"] = after
+    assert getattr(config, field) == {"decode": before}
 
 
 def test_an_unknown_field_is_refused_with_the_list_of_known_ones() -> None:
