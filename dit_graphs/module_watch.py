@@ -60,12 +60,10 @@ class ModuleWatch:
 
     def is_current(self, request: Request | None) -> bool:
         """Whether this request was checked and nothing was said since; `is_as_checked` looks."""
+        self._is_fresh = False  # every call asks; what the one before saw says nothing of this one
         if request is None or request.number not in self._checked:
             return False
-        if self._hooks_ever != hooks_ever():
-            return False
-        self._is_fresh = False
-        return True
+        return self._hooks_ever == hooks_ever()
 
     def can_wait(self) -> bool:
         """Whether a call that is new to `is_current` may begin before it is checked.

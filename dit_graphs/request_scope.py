@@ -100,7 +100,8 @@ class Request:
 
     def uncount(self, key: object) -> None:
         """The last call counted under `key` was none."""
-        self.calls[key] -= 1
+        if key in self.calls:  # another thread may have given the signature another key
+            self.calls[key] -= 1
 
     def recount(self, key: object, now: object) -> None:
         """What was counted under `key` counts under `now`."""

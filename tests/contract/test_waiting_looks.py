@@ -114,6 +114,60 @@ def test_a_hook_put_on_between_two_requests_runs_in_the_first_call(graphing: Whe
     assert twin.runner.stats.fallbacks[Reason.HOOKS] == 5
 
 
+class Reading(Scaled):
+    """Its other branch reads a value on the host, and remembers the size it had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = 0
+
+    def forward(self, x: Tensor, read: bool = False) -> Tensor:
+        if read:
+            self.last = len(x)
+            return super().forward(x) * x.sum().item()
+        return super().forward(x)
+
+
+def test_what_the_user_turns_between_calls_is_never_taken_for_the_forwards_own(
+    graphing: Where,
+) -> None:
+    """A pass that teaches nothing is not looked at before: what was seen at the call before it says
+    nothing of it. An attribute that seemed to change in passes would leave the key."""
+    twin = Twin(Reading(), graphing, capture="first_use")
+    for rows in range(1, 4):
+        twin(graphing.randn(rows, 8, seed=rows), read=True)
+    for number in range(6):
+        for seed in range(3):
+            twin(graphing.randn(3, 8, seed=seed))
+        for module in (twin.module, twin.plain):
+            module.scale = 2.0 + number
+        twin(graphing.randn(10 + number, 8), read=True)
+    assert twin.replays > 6 and twin.runner.stats.fallbacks[Reason.NOT_ADMITTED] > 3
+
+
+def test_a_call_may_be_served_anew_after_its_signature_got_another_key(
+    graphing: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's pass may have changed the module, and with it the key, meanwhile."""
+    twin = Twin(Scaled(), graphing)
+    runner = twin.runner
+    with dit_graphs.request():
+        twin.until_replayed(lambda index: (graphing.randn(3, 8, seed=index),))
+        looked: list[bool] = []
+
+        def outdated(call: object) -> bool:
+            if not looked:
+                (entry,) = runner.cache.held()
+                signature = entry.signature
+                runner.cache.rekey(entry, signature.under(signature.ambient, "another"))
+            looked.append(True)
+            return len(looked) == 1
+
+        monkeypatch.setattr(runner, "_is_outdated", outdated)
+        twin(graphing.randn(3, 8, seed=50))
+    assert len(looked) > 1
+
+
 @pytest.fixture
 def signed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One item for each call that was signed."""
