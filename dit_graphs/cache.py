@@ -312,6 +312,11 @@ class GraphCache:
         """Entries that hold a graph."""
         return [entry for entry in list(self.entries.values()) if entry.is_held]
 
+    def serves_alike(self, entry: Entry) -> bool:
+        """Whether a graph of another signature serves calls that look like those of `entry`."""
+        others = (other for other in self.held() if other is not entry)
+        return any(other.signature.looks_like(entry.signature) for other in others)
+
     def make_room(self, entry: Entry) -> bool:
         """Room for one more graph: the least worthy goes, or no if `entry` is not worth it."""
         return len(self.held()) < self.limit or self.evict_for(entry)

@@ -18,7 +18,7 @@ from .config import BackendName
 from .errors import CaptureAborted, Reason
 from .request_scope import Request
 from .signature import Signature, registered_leaves
-from .tree import freeze
+from .tree import UnknownLeaf, freeze
 from .watch import BreakPolicy
 
 __all__ = [
@@ -130,7 +130,10 @@ class Call:
     def is_whole(self, signature: Signature) -> bool:
         """Whether its containers still hold what was signed: an eager forward may empty them."""
         keys, named = registered_leaves(), self.names_generators
-        now = freeze(self.arguments, [], keys, names_generators=named)
+        try:
+            now = freeze(self.arguments, [], keys, names_generators=named)
+        except UnknownLeaf:  # it put something there
+            return False
         return now == signature.structure
 
 

@@ -278,6 +278,7 @@ class GraphHolding:
         """All graph memory of this runner is released; the last one also frees the pool."""
         self._leave_device()
         self.cache.entries.clear()
+        self._pauses.clear()
         if self.options.family is not None:
             self.options.family.close()
 

@@ -48,6 +48,7 @@ class Learning(EagerCalls):
             return request is not None and request.is_watched
         if self._watch.can_wait():
             return True
+        self._pauses.clear()
         change = self._watch.refresh(request)
         source = signature_source(self.module, self.eager)
         if source != self._form_source:  # somebody patched `forward`
@@ -143,9 +144,12 @@ class Learning(EagerCalls):
             self._pause(entry, call, calls, (Reason.NOT_ADMITTED, ""))
 
     def _pause(self, entry: Entry, call: Call, calls: int, why: tuple[Reason, str]) -> None:
-        is_simple = not self.options.padding and self._is_by_itself(call)
-        if calls > 0 and call.request is not None and is_simple:
-            self._pauses.add(call.request, call.given, entry, why, calls)
+        if calls < 1 or call.request is None or self.options.padding:
+            return
+        is_told = self._is_by_itself(call) and call.is_whole(entry.signature)
+        if is_told and not self.cache.serves_alike(entry):
+            setting = entry.signature.ambient, self._own_key()
+            self._pauses.add(call.request, call.given, entry, why, calls, setting)
 
     def _starts_plain(self, entry: Entry) -> bool:
         is_first = entry.state is State.COLD and self.config.capture != "first_use"

@@ -2,14 +2,15 @@
 
 Must never know graphs. The surprising fact: a glimpse may take one call for another, for it is no
 signature, and that does no harm: whatever it lets pass runs eagerly, as it would without us.
+Whoever adds a pause makes sure that no graph would have served such a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .ambient import outside_modes
 from .cache import Entry
@@ -21,14 +22,17 @@ from .tree import PLAIN
 __all__ = ["Pause", "Pauses"]
 
 _MANY = 64
-_HASHABLE = frozenset(PLAIN) - {slice}
+_MOST_VALUES = 256
+_ORDINARY = (Tensor, nn.Parameter)
+_SIMPLE = frozenset(PLAIN) - {slice}  # which has no hash
 
 
 @dataclass(slots=True)
 class Pause:
     """The next `calls` of a signature in a request are eager whatever happens in it.
 
-    `hooks`: how many this process had registered when that was found.
+    `hooks`: how many this process had registered when that was found; `setting`: what the
+    signature had besides arguments and module.
     """
 
     request: Request
@@ -37,6 +41,7 @@ class Pause:
     detail: str
     calls: int
     hooks: int
+    setting: Hashable
 
 
 class Pauses:
@@ -47,13 +52,19 @@ class Pauses:
         self._known: dict[Hashable, Pause] = {}
 
     def find(
-        self, request: Request | None, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        request: Request | None,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        setting: Callable[[], Hashable],
     ) -> Pause | None:
         """The pause this call falls into, one call shorter; None where it must be looked up."""
         if not self._known or request is None or request.number != self._request:
             return None
         pause = self._known.get(_glimpse(args, kwargs))
         if pause is None or pause.calls < 1 or pause.hooks != hooks_ever():
+            return None
+        if pause.setting != setting():
             return None
         pause.calls -= 1
         return pause
@@ -65,13 +76,15 @@ class Pauses:
         entry: Entry,
         why: tuple[Reason, str],
         calls: int,
+        setting: Hashable,
     ) -> None:
         """After this call of `request`, `calls` more like it need not be looked up."""
         if request.number != self._request:
             self.clear()
             self._request = request.number
-        if len(self._known) < _MANY:
-            self._known[_glimpse(*given)] = Pause(request, entry, *why, calls, hooks_ever())
+        seen = _glimpse(*given)
+        if seen is not None and len(self._known) < _MANY:
+            self._known[seen] = Pause(request, entry, *why, calls, hooks_ever(), setting)
 
     def clear(self) -> None:
         """Something changed: every call is looked up."""
@@ -80,22 +93,27 @@ class Pauses:
 
 @outside_modes
 def _glimpse(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
-    values = (*args, *kwargs.values())
-    return tuple(kwargs), tuple([_shape(v) if isinstance(v, Tensor) else _seen(v) for v in values])
+    """What a call looks like; None where that takes more than a glimpse, or says too little."""
+    found: list[Hashable] = [tuple(kwargs)]
+    waiting: list[object] = [*args, *kwargs.values()]
+    for value in waiting:
+        kind = type(value)
+        if kind in _SIMPLE:
+            found.append((kind, value))
+        elif kind in _ORDINARY and isinstance(value, Tensor) and not value.is_nested:
+            found.append((value.shape, value.dtype))
+        elif isinstance(value, (list, tuple)) and kind in (list, tuple):
+            found.append((kind, len(value)))
+            waiting.extend(value[:_MOST_VALUES])
+        elif isinstance(value, dict) and kind is dict and _is_by_name(value):
+            found.append(tuple(value))
+            waiting.extend(value.values())
+        else:
+            return None
+        if len(waiting) >= _MOST_VALUES:
+            return None
+    return tuple(found)
 
 
-def _shape(tensor: Tensor) -> Hashable:
-    return tensor.shape, tensor.dtype
-
-
-def _seen(value: object) -> Hashable:
-    kind = type(value)
-    if kind in _HASHABLE:
-        return kind, value
-    if isinstance(value, Tensor):
-        return _shape(value)
-    if isinstance(value, dict) and len(value) <= _MANY:
-        return tuple([(id(key), _seen(item)) for key, item in value.items()])
-    if isinstance(value, (list, tuple)) and len(value) <= _MANY:
-        return tuple([_seen(item) for item in value])
-    return id(value)
+def _is_by_name(value: dict[object, object]) -> bool:
+    return len(value) < _MOST_VALUES and all(type(key) is str for key in value)

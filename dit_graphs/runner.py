@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ class GraphRunner(Learning):
 
     def _serve_given(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         request = current_request()
-        pause = self._pauses.find(request, args, kwargs)
+        pause = self._pauses.find(request, args, kwargs, self._setting)
         if pause is not None and not self._capturer.is_warming_up:
             return self._pass_by(pause, args, kwargs)
         try:
@@ -88,6 +89,9 @@ class GraphRunner(Learning):
             return self._serve(entry, call)
         finally:
             entry.forget_bound()  # outside a request every call is its own
+
+    def _setting(self) -> Hashable:
+        return ambient_state(self.device), self._own_key()
 
     def _bypass(self) -> Reason | None:
         if self.disabled or self.backend == "off":

@@ -93,6 +93,11 @@ class Signature:
         value = hash((self.structure, self.tensors, ambient, extra))
         return Signature(self.structure, self.tensors, ambient, extra, value)
 
+    def looks_like(self, other: Signature) -> bool:
+        """Whether the same values, sizes and dtypes stand in the arguments of both."""
+        mine, theirs = ([(spec.shape, spec.dtype) for spec in s.tensors] for s in (self, other))
+        return self.structure == other.structure and mine == theirs
+
     def argument_structure(self) -> Hashable:
         """The signature without sizes: what decides which code path the forward takes."""
         dtypes = tuple((spec.dtype, spec.device.type, len(spec.shape)) for spec in self.tensors)
@@ -254,7 +259,10 @@ def sign(
     Raises `tree.UnknownLeaf` for an argument without an exact key.
     """
     structure = freeze(call, tensors, _leaf_keys, names_generators=names_generators)
-    specs = tuple(_specs(tensors))
+    try:
+        specs = tuple(_specs(tensors))
+    except RuntimeError:  # nested tensors have no size
+        raise UnknownLeaf("tensor without a size") from None
     value = hash((structure, specs, ambient, extra))
     return Signature(structure, specs, ambient, extra, value)
 

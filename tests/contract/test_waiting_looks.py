@@ -280,9 +280,11 @@ def test_a_blocked_signature_is_tried_again_when_it_is_due(
 
 
 def test_a_pause_ends_where_another_call_may_be_admitted() -> None:
-    pauses, request, args = Pauses(), Request(10), (torch.zeros(2), 1.0, "word", [None, slice(2)])
-    pauses.add(request, (args, {}), None, (Reason.NOT_ADMITTED, ""), 2)  # type: ignore[arg-type]
-    assert pauses.find(Request(10), args, {}) is None
-    assert pauses.find(request, (torch.zeros(2), 2.0, "word", [None, slice(2)]), {}) is None
-    found = [pauses.find(request, args, {}) for _ in range(3)]
+    pauses, request, args = Pauses(), Request(10), (torch.zeros(2), 1.0, "word", [None])
+    pauses.add(request, (args, {}), None, (Reason.NOT_ADMITTED, ""), 2, "as it is")  # type: ignore[arg-type]
+    assert pauses.find(Request(10), args, {}, lambda: "as it is") is None
+    assert pauses.find(request, args, {}, lambda: "otherwise") is None
+    other = torch.zeros(2), 2.0, "word", [None]
+    assert pauses.find(request, other, {}, lambda: "as it is") is None
+    found = [pauses.find(request, args, {}, lambda: "as it is") for _ in range(3)]
     assert found[0] is not None and found[1] is not None and found[2] is None
