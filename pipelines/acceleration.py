@@ -47,6 +47,7 @@ class Acceleration:
     def __init__(self, target: object, config: GraphConfig) -> None:
         self.target = target
         self.config = config
+        self.carriers: list[object] = []
         self.parts: dict[str, InstalledPart] = {}
         self._refused: dict[str, tuple[nn.Module, str]] = {}
         self._adopted: set[str] = set()
@@ -300,12 +301,23 @@ def attention_key() -> object:
 
 
 def acceleration_of(target: object) -> Acceleration | None:
-    """What `accelerate` installed on this pipeline or module, or None."""
+    """What `accelerate` installed on this pipeline, dict or module, or None."""
+    name = _attribute(target)
+    carried = (getattr(each, "__dict__", {}).get(name) for each in _carriers(target))
+    return next((found for found in carried if isinstance(found, Acceleration)), None)
+
+
+def _carriers(target: object) -> list[object]:
+    """What holds the acceleration of `target`. A dict's modules do: an entry of ours beside its
+    own would be one argument too many for the pipeline that is built of them.
+    """
     if isinstance(target, Mapping):
-        found = target.get(_ATTRIBUTE)
-    else:
-        found = getattr(target, "__dict__", {}).get(_ATTRIBUTE)
-    return found if isinstance(found, Acceleration) else None
+        return [part for part in target.values() if isinstance(part, nn.Module)]
+    return [target]
+
+
+def _attribute(target: object) -> str:
+    return f"{_ATTRIBUTE}_{id(target)}" if isinstance(target, Mapping) else _ATTRIBUTE
 
 
 def accelerate(target: T, config: GraphConfig | None = None, **overrides: object) -> T:
@@ -325,10 +337,9 @@ def accelerate(target: T, config: GraphConfig | None = None, **overrides: object
     wanted = acceleration.wanted()
     restore(target)
     acceleration.install(wanted)
-    if isinstance(target, dict):
-        target[_ATTRIBUTE] = acceleration
-    else:
-        object.__setattr__(target, _ATTRIBUTE, acceleration)
+    acceleration.carriers = _carriers(target)
+    for carrier in acceleration.carriers:
+        vars(carrier)[_attribute(target)] = acceleration
     return target
 
 
@@ -337,8 +348,6 @@ def restore(target: T) -> T:
     existing = acceleration_of(target)
     if existing is not None:
         existing.remove()
-        if isinstance(target, dict):
-            del target[_ATTRIBUTE]
-        else:
-            object.__delattr__(target, _ATTRIBUTE)
+        for carrier in existing.carriers:
+            vars(carrier).pop(_attribute(target), None)
     return target

@@ -7,6 +7,7 @@ import gc
 import json
 import weakref
 from pathlib import Path
+from types import MappingProxyType
 
 import diffusers
 import pytest
@@ -113,6 +114,35 @@ def test_a_dict_of_components_and_a_bare_module() -> None:
     assert torch.equal(tiny.latents(pipe, arguments), expected)
     assert dit_graphs.stats(pipe.transformer)["components"]["denoiser"]["replays"] > 0
     dit_graphs.restore(pipe.transformer)
+
+
+@pytest.mark.parametrize("made", [dict, MappingProxyType], ids=lambda made: made.__name__)
+def test_an_accelerated_dict_of_components_is_what_a_pipeline_is_built_of(made) -> None:
+    plain = tiny.build("flux")
+    parts = made(tiny.build("flux").components)
+    before = {name: dict(getattr(part, "__dict__", {})) for name, part in parts.items()}
+    dit_graphs.accelerate(parts, backend="recorded")
+    other = dict(parts)
+    pipe = type(plain)(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    arguments = [tiny.call_kwargs("flux", size=32, steps=5) for _ in range(2)]
+    assert torch.equal(tiny.latents(pipe, arguments[0]), tiny.latents(plain, arguments[1]))
+    assert dit_graphs.stats(parts)["components"]["denoiser"]["replays"] == 2
+    with pytest.raises(ConfigError, match="not accelerated"):
+        dit_graphs.stats(other)
+    assert copy.deepcopy(parts["transformer"]).config == plain.transformer.config
+    dit_graphs.restore(parts)
+    assert {name: dict(getattr(part, "__dict__", {})) for name, part in parts.items()} == before
+
+
+def test_a_dict_whose_parts_were_exchanged_gives_the_old_ones_back_too() -> None:
+    old = tiny.build("flux").transformer
+    parts = {"transformer": old, "vae": tiny.build("flux").vae}
+    before = dict(vars(old))
+    dit_graphs.accelerate(parts, backend="recorded")
+    parts["transformer"] = tiny.build("flux").transformer
+    dit_graphs.restore(parts)
+    assert vars(old) == before
 
 
 def test_pixels_equal_too_and_the_vae_is_served() -> None:
