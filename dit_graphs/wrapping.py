@@ -130,8 +130,10 @@ def runner_of(module: nn.Module, method: str = "forward") -> GraphRunner | None:
 def unwrap(module: M, *, method: str = "forward") -> M:
     """The module as before `wrap`; its graphs and their memory are released.
 
-    What `accelerate` put there stays until `restore`.
+    What `accelerate` put there stays until `restore`. Raises `ConfigError` for no module.
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
     intercept = find_intercept(module, method) or _covered(module, method)
     if intercept is not None:
         let_go(intercept, WRAP)

@@ -29,7 +29,7 @@ from .attachments import state_guard
 from .components import Component, components_of, describe_denoiser, parts_of
 from .families import family_of
 from .families.buckets import buckets_of
-from .installed import InstalledPart, InstalledRunner, wrap_part
+from .installed import InstalledPart, InstalledRunner, warn_of_other_config, wrap_part
 from .loops import bar_owners, opening_frame, runs_foreign_code
 from .mutators import PIPELINE_MUTATORS, Overheard, guider_mutators, listen
 from .step_caches import StepCache
@@ -125,11 +125,7 @@ class Acceleration:
         self._refused.pop(part.label, None)
         for label, runner in made.runners().items():
             log.info("%s: %s", label, _choice(self.config, part, runner))
-            if runner.config != self.config:
-                log.warning(
-                    "%s: wrapped before with another config, which stays in force until whoever "
-                    "wrapped it lets go of it", label,
-                )  # fmt: skip
+            warn_of_other_config(label, runner, self.config)
 
     def _refuse(self, part: Component, error: ConfigError) -> None:
         """The part stays eager where that is no user's mistake; otherwise raises `error`."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dit_graphs.config import GraphConfig
-from dit_graphs.counters import RunnerStats
+from dit_graphs.counters import RunnerStats, log
 from dit_graphs.intercept import Function, Intercept, find_intercept, install
 from dit_graphs.runner import GraphRunner, RunnerOptions
 from dit_graphs.wrapping import check_wrappable, let_go, wrap_with
@@ -24,7 +24,7 @@ from .components import Component
 from .mutators import MODULE_MUTATORS, Listener, Overheard, listen
 from .outputs import know_holders
 
-__all__ = ["InstalledPart", "InstalledRunner", "wrap_part"]
+__all__ = ["InstalledPart", "InstalledRunner", "warn_of_other_config", "wrap_part"]
 
 
 class InstalledRunner(Protocol):
@@ -119,6 +119,15 @@ def wrap_part(
         intercept = install(part.module, part.method, _maker(part, config, options), user)
     assert intercept is not None
     return InstalledPart(part, intercept, tuple(listen(part.module, MODULE_MUTATORS, user)), user)
+
+
+def warn_of_other_config(label: str, runner: InstalledRunner, config: GraphConfig) -> None:
+    """Says so where somebody else's config is in force, whose runner it is."""
+    if runner.config != config:
+        log.warning(
+            "%s: wrapped before with another config, which stays in force until whoever "
+            "wrapped it lets go of it", label,
+        )  # fmt: skip
 
 
 def _maker(

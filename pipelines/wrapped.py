@@ -15,11 +15,12 @@ from torch import nn
 from dit_graphs.config import GraphConfig
 from dit_graphs.errors import ConfigError
 from dit_graphs.runner import RunnerOptions
-from dit_graphs.wrapping import break_policy, wrap_with
+from dit_graphs.wrapping import break_policy, check_wrappable, runner_of, unwrap, wrap_with
 
 from .attachments import state_guard
 from .families import family_of
 from .families.buckets import buckets_of
+from .installed import warn_of_other_config
 from .outputs import know_holders
 from .step_caches import StepCache
 
@@ -37,13 +38,15 @@ def wrap(
     ignore: tuple[str, ...] = (),
     **overrides: object,
 ) -> M:
-    """The same module, whose `method` replays graphs from now on. Idempotent.
+    """The same module, whose `method` replays graphs from now on. Idempotent: a second call with
+    the same choices changes nothing, others replace the first ones.
 
     `key()` is read on every call and joins the signature; arguments named in `ignore` leave it
     (they must not be able to change the result). Results are the caller's own tensors.
     Raises `ConfigError`, with the module untouched.
     """
     config = GraphConfig.chosen(config, overrides)
+    config.check_available()
     if not isinstance(module, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
     _check_options(module, config, method, key, ignore)
@@ -59,8 +62,17 @@ def wrap(
         family=family_of(module, method),
         padding=buckets_of(module, config) if method == "forward" else None,
     )
-    wrap_with(module, config, options, method=method)
+    known = runner_of(module, method)
+    if known is not None and _choices(known.config, known.options) != _choices(config, options):
+        check_wrappable(module, method)
+        unwrap(module, method=method)
+    runner = wrap_with(module, config, options, method=method)
+    warn_of_other_config(type(module).__name__, runner, config)
     return module
+
+
+def _choices(config: GraphConfig, options: RunnerOptions) -> tuple[object, ...]:
+    return config, options.key, options.ignore
 
 
 def _check_options(

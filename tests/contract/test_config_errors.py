@@ -265,6 +265,12 @@ def test_restore_of_what_was_never_accelerated_does_nothing() -> None:
     assert vars(pipe) == before
 
 
+@pytest.mark.parametrize("target", [3, "pipe", None, nn.Linear], ids=repr)
+def test_only_a_module_is_unwrapped(target: object) -> None:
+    with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module"):
+        dit_graphs.unwrap(target)
+
+
 @pytest.mark.gpu
 def test_weights_over_two_devices_are_refused() -> None:
     module = nn.Sequential(nn.Linear(4, 4).cuda(), nn.Linear(4, 4))

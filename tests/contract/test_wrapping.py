@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from twin import Twin, Where, difference
 
 import dit_graphs
+from dit_graphs import ConfigError
 from dit_graphs.wrapping import runner_of
 
 
@@ -113,6 +114,48 @@ def test_wrapping_twice_changes_nothing(where: Where) -> None:
     runner = runner_of(model)
     dit_graphs.wrap(model, backend=where.backend)
     assert runner_of(model) is runner
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"verify": "always"}, {"strict": True}, {"key": lambda: 1}, {"ignore": ("x",)}],
+    ids=lambda other: next(iter(other)),
+)
+def test_wrapping_again_with_another_choice_replaces_the_first(
+    where: Where, other: dict[str, object]
+) -> None:
+    model = Twice().to(where.device)
+    before = _snapshot(model)
+    first = runner_of(dit_graphs.wrap(model, backend=where.backend))
+    second = runner_of(dit_graphs.wrap(model, backend=where.backend, **other))
+    assert second is not first
+    chosen = {"key": second.options.key, "ignore": second.options.ignore}
+    assert all(chosen.get(n, getattr(second.config, n, v)) == v for n, v in other.items())
+    dit_graphs.unwrap(model)
+    assert _identical(before, _snapshot(model))
+
+
+@pytest.mark.parametrize("wrong", [{"max_graphs": 0}, {"manifest": "x"}, {"ignore": ("y",)}])
+def test_another_choice_that_is_wrong_leaves_the_first_in_force(
+    where: Where, wrong: dict[str, object]
+) -> None:
+    model = dit_graphs.wrap(Twice().to(where.device), backend=where.backend)
+    first = runner_of(model)
+    with pytest.raises(ConfigError):
+        dit_graphs.wrap(model, backend=where.backend, **wrong)
+    assert runner_of(model) is first
+    model.to("meta")
+    with pytest.raises(ConfigError, match="meta"):
+        dit_graphs.wrap(model, backend=where.backend, strict=True)
+    assert runner_of(model) is first
+
+
+def test_a_choice_that_another_users_config_keeps_from_counting_is_warned_of(
+    where: Where, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = dit_graphs.accelerate(Twice().to(where.device), backend=where.backend)
+    dit_graphs.wrap(model, backend=where.backend, strict=True)
+    assert "Twice: wrapped before with another config" in caplog.text
 
 
 def test_a_previous_call_implementation_is_called_and_put_back(where: Where) -> None:
