@@ -6,6 +6,7 @@ loop of the user's own, is reported like a pipeline with one denoiser.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -18,7 +19,7 @@ from dit_graphs.wrapping import runner_of
 from .acceleration import acceleration_of
 from .installed import InstalledRunner
 
-__all__ = ["disabled", "explain", "stats"]
+__all__ = ["disabled", "explain", "misses", "stats"]
 
 
 def _runners_of(target: object) -> dict[str, InstalledRunner]:
@@ -55,8 +56,15 @@ def stats(target: object) -> dict[str, object]:
 def explain(target: object) -> str:
     """What ran from graphs and what did not, with each reason in words."""
     lines: list[str] = []
+    idle: list[str] = []
     for label, runner in _runners_of(target).items():
-        lines.extend(_explain_runner(label, runner))
+        told = list(_explain_runner(label, runner))
+        if len(told) == 1 and not runner.stats.replays:  # no call, no graph, no miss
+            idle.append(label)
+        else:
+            lines.extend(told)
+    if idle:
+        lines.append(f"not called: {', '.join(idle)}")
     lines.extend(f"{label}: eager. {why}" for label, why in _refused(target).items())
     return "\n".join(lines) or "nothing is wrapped"
 
@@ -71,15 +79,22 @@ def _explain_runner(label: str, runner: InstalledRunner) -> Iterator[str]:
     assert isinstance(graphs, list)
     for graph in graphs:
         mostly = "mostly eager: " if graph["captured_fraction"] < MOSTLY_EAGER else ""
+        parts = [_counted(graph[what], what[:-1]) for what in ("segments", "breaks", "replays")]
+        parts.insert(2, f"{mostly}{graph['captured_fraction']:.0%} captured")
         yield (
-            f"  graph {graph['signature']}: {graph['backend']}, {graph['segments']} segments, "
-            f"{graph['breaks']} breaks, {mostly}{graph['captured_fraction']:.0%} captured, "
-            f"{graph['replays']} replays, verified {graph['verified']}"
+            f"  graph {graph['signature']}: {graph['backend']}, {', '.join(parts)}, "
+            f"verified {graph['verified']}"
         )
     for reason, count in runner.stats.fallbacks.most_common():
         detail = runner.stats.details.get(reason, "")
         yield f"  {count} eager: {reason}: {reason.sentence}. {detail}".rstrip()
-    yield from runner.explain_misses()
+    yield from misses(runner)
+
+
+def misses(runner: InstalledRunner) -> Iterator[str]:
+    """Signatures without a graph; one that is there in several states of the module is one line."""
+    for line, number in Counter(runner.explain_misses()).items():
+        yield line if number == 1 else f"{line} ({number} times)"
 
 
 @contextmanager
@@ -90,3 +105,8 @@ def disabled(target: object) -> Iterator[None]:
         for runner in runners.values():
             stack.enter_context(runner.switched_off())
         yield
+
+
+def _counted(number: int, noun: str) -> str:
+    """`1 break`, `2 breaks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -11,7 +11,6 @@ import inspect
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -124,6 +123,7 @@ def _guidance(
 def _components(pipe: DiffusionPipeline, numbers: Mapping[str, Any]) -> Iterator[str]:
     """Every component that was called; then those that were not, and those that cannot be."""
     from dit_graphs.pipelines.acceleration import acceleration_of
+    from dit_graphs.pipelines.reports import misses
 
     acceleration = acceleration_of(pipe)
     assert acceleration is not None
@@ -133,8 +133,7 @@ def _components(pipe: DiffusionPipeline, numbers: Mapping[str, Any]) -> Iterator
             idle.append(name)
             continue
         yield from _component(name, component)
-        misses = Counter(acceleration.runners[name].explain_misses())
-        yield from (line + (f" ({number} times)" * (number > 1)) for line, number in misses.items())
+        yield from misses(acceleration.runners[name])
     if idle:
         yield f"not called: {', '.join(idle)}"
     for name, why in numbers["refused"].items():

@@ -77,9 +77,23 @@ def test_explain_says_what_ran_what_did_not_and_how_they_differ() -> None:
     tiny.latents(pipe, tiny.call_kwargs("sdxl", size=48, steps=1))
     text = dit_graphs.explain(pipe)
     assert "denoiser: 2/6 (4 eager: warming_up) calls from graphs" in text
-    assert "recorded, 1 segments, 0 breaks, 100% captured" in text
+    assert "recorded, 1 segment, 0 breaks, 100% captured" in text
     assert "no graph for latent 6×6" in text
     assert "2×4×4×4 float32 → 2×4×6×6 float32" in text, "the nearest signature's difference"
+
+
+def test_explain_names_once_what_was_not_called_and_what_came_in_many_states() -> None:
+    pipe = tiny.build("flux")
+    dit_graphs.accelerate(pipe, backend="recorded")
+    labels = list(dit_graphs.stats(pipe)["components"])
+    assert dit_graphs.explain(pipe) == f"not called: {', '.join(labels)}"
+    for number in range(4):
+        pipe.transformer.config_of_mine = number
+        tiny.latents(pipe, tiny.call_kwargs("flux", size=32, steps=1))
+    text = dit_graphs.explain(pipe)
+    assert text.endswith("\nnot called: vae, vae:vae.encode")
+    assert text.count("no graph for 4 image tokens") == 1
+    assert "no graph for 4 image tokens, batch 1, prompt 32 tokens, float32: seen (4 times)" in text
 
 
 def test_one_line_per_component_capture_and_request(caplog: pytest.LogCaptureFixture) -> None:
