@@ -77,8 +77,8 @@ class Acceleration:
     def wanted(self) -> list[Component]:
         """The parts to wrap. Raises `ConfigError` where one of them cannot be."""
         wanted = [part for part in _parts(self.target) if part.role in self.config.components]
-        if not any(part.role == "denoiser" for part in wanted) and not wanted:
-            raise ConfigError(f"{type(self.target).__name__} has no denoiser or VAE to wrap")
+        if not wanted:
+            raise _nothing_to_wrap(self.target, " or ".join(self.config.components))
         for part in wanted:
             if part.role != "text_encoder" and not _is_hooked_for_offload(part.module):
                 check_wrappable(part.module, part.method)
@@ -93,7 +93,11 @@ class Acceleration:
             self.remove()
             raise
         if self.runners and all(r.backend == "none" for r in self.runners.values()):
-            log.warning("no part is on a CUDA device: every call stays eager (%s)", Reason.NO_CUDA)
+            log.warning(
+                "%s: no part is on a CUDA device: every call stays eager (%s) "
+                "until it is moved to one",
+                type(self.target).__name__, Reason.NO_CUDA,
+            )  # fmt: skip
         if not isinstance(self.target, (nn.Module, Mapping)):
             for owner in bar_owners(self.target):
                 self._override(owner, "progress_bar", self._on_progress_bar)
@@ -275,6 +279,17 @@ def _parts(target: object) -> Iterator[Component]:
             yield Component("denoiser", "module", "denoiser", target, "forward")
         return
     yield from components_of(parts_of(target))
+
+
+def _nothing_to_wrap(target: object, roles: str) -> ConfigError:
+    kind = type(target).__name__
+    if isinstance(target, nn.Module):
+        return ConfigError(f"{kind} by itself is no {roles}: leave components out")
+    names = [name for name, part in parts_of(target).items() if isinstance(part, nn.Module)]
+    return ConfigError(
+        f"{kind} has no {roles} that is known among its modules {names}: a module by itself takes "
+        "wrap(module)"
+    )
 
 
 def _is_hooked_for_offload(module: nn.Module) -> bool:

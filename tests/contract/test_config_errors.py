@@ -243,9 +243,25 @@ def test_something_that_is_no_pipeline_is_refused(target: object) -> None:
         dit_graphs.accelerate(target)
 
 
-def test_components_without_anything_to_wrap_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no denoiser"):
-        dit_graphs.accelerate({"scheduler": object()})
+@pytest.mark.parametrize(
+    ("target", "fields", "text"),
+    [
+        ({"scheduler": 3}, {}, r"no denoiser or vae or text_encoder .* its modules \[\]: "),
+        ({"net": Computes()}, {}, r"among its modules \['net'\]: .* takes wrap\(module\)"),
+        ({"vae": Computes()}, {"components": ("denoiser",)}, r"no denoiser that .*\['vae'\]"),
+        (
+            Computes(),
+            {"components": ("vae",)},
+            "Computes by itself is no vae: leave components out",
+        ),
+    ],
+    ids=str,
+)
+def test_components_without_anything_to_wrap_are_refused(
+    target: object, fields: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        dit_graphs.accelerate(target, **fields)
 
 
 @pytest.mark.parametrize("name", ["stats", "explain", "disabled", "warmup"])
