@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .config import BackendName
 from .errors import CaptureAborted, Reason
+from .glance import Glance
 from .request_scope import Request
 from .signature import Signature, registered_leaves
 from .tree import UnknownLeaf, freeze
@@ -111,8 +112,8 @@ class Call:
     `arguments`: the tree of it that was signed; `tensors`: the tensor leaves of that, in order.
     `names_generators`: its signature tells one random generator from another. `has_turned`: a
     decision inside it has already led to another graph than the expected one. `must_look`: whether
-    the module is as it was checked is still to be looked at; where it is not, `given` is called
-    anew.
+    the module is as `glance` stands for it, for which the call was signed, is still to be looked
+    at; where it is not, `given` is called anew.
     """
 
     given: tuple[tuple[object, ...], dict[str, object]]
@@ -125,6 +126,7 @@ class Call:
     request: Request | None
     names_generators: bool
     must_look: bool
+    glance: Glance | None
     has_turned: bool = False
 
     def is_whole(self, signature: Signature) -> bool:

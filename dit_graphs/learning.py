@@ -1,8 +1,7 @@
-"""Owns how a runner learns: is the module what it was, plain, observed, captured, compared.
+"""Owns how a signature gets its graph: a plain call, an observed pass, a capture, each in its turn.
 
-Must never know how a graph is served. The surprising fact: a call may begin before its module is
-looked at. An eager call is right whatever the module is like, and a replay is looked at while the
-device works; only what is learned must be true beforehand.
+Must never know how a graph serves. The surprising fact: most calls of new sizes teach nothing, and
+that is known beforehand, so they are put off to the end of their request without being looked up.
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ import time
 import torch
 
 from .cache import Entry, State
-from .calls import Call, signature_source
+from .calls import Call
+from .checking import CheckedCalls
 from .errors import BreakFailed, CaptureAborted, Reason
-from .fallback import EagerCalls
-from .request_scope import Request
-from .signature import CallForm
+from .pauses import FOR_GOOD
 from .taken import take
 from .verify import Verdict
 
-__all__ = ["FOR_GOOD", "Learning"]
+__all__ = ["Learning"]
 
-FOR_GOOD = 1 << 30
 _LARGE_BYTES = 64 << 20
 _OBSERVABLE = (
     Reason.CAPTURE_FAILED,
@@ -34,76 +31,16 @@ _OBSERVABLE = (
 )
 
 
-class Learning(EagerCalls):
+class Learning(CheckedCalls):
     """The part of a runner that turns signatures into graphs; `GraphRunner` serves them."""
 
     _learning: threading.Lock
     _draws_from_generators: bool
 
-    # Is the module still what the graphs were captured from?
-    def _check_module(self, request: Request | None) -> bool:
-        """Weights, hooks, Python state are as captured; whether a look must still show it."""
-        if self._watch.is_current(request):
-            self._raise_refusal()
-            return request is not None and request.is_watched
-        if self._watch.can_wait():
-            return True
-        self._pauses.clear()
-        change = self._watch.refresh(request)
-        source = signature_source(self.module, self.eager)
-        if source != self._form_source:  # somebody patched `forward`
-            self._form_source = source
-            self._form = CallForm(source, self.options.ignore)
-        if change == "weights":
-            self.cache.unblock_all()
-            if self.cache.held():
-                self._invalidate()
-        elif change == "caches":
-            for entry in self.cache.held():
-                entry.state = State.CAPTURED  # compared once more before it serves again
-        # offload first: then the device of the weights is one of the moment
-        self._watch.refusal = self._watch.refusal or self._guarded() or self._follow_weights()
-        self._raise_refusal()
-        return False
-
-    def _is_as_checked(self, request: Request | None) -> bool:
-        """Whether the module is still what the last check saw; with that it is checked anew."""
-        if not self._watch.is_current(request):
-            is_other = signature_source(self.module, self.eager) != self._form_source
-            if is_other or self._guarded() is not None:
-                return False
-        return self._watch.is_as_checked(request)
-
-    def _raise_refusal(self) -> None:
-        if self._watch.refusal is not None:
-            raise CaptureAborted(*self._watch.refusal)
-
-    def _follow_weights(self) -> tuple[Reason, str] | None:
-        """The runner serves where the weights lie now; the reason if no graph is possible there."""
-        here = self._watch.device
-        if here is not None and here != self.device:
-            self._leave_device()
-            self._settle_on(here)
-        return (Reason.NO_CUDA, str(here)) if self.backend == "none" else None
-
-    def _is_outdated(self, call: Call) -> bool:
-        """Whether the module is no longer what this request checked; the call looks once."""
-        must_look, call.must_look = call.must_look, False
-        return must_look and not self._is_as_checked(call.request)
-
-    def _serve_anew(self, entry: Entry, call: Call) -> object:
-        if call.request is not None:
-            call.request.uncount(entry.signature)
-        self._watch.forget()
-        return self._serve_given(*call.given)
-
-    def _serve_given(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        raise NotImplementedError
-
-    # Learning: plain, then observed and captured.
     def _learn(self, entry: Entry, call: Call) -> object:
         if self.config.capture == "warmup_only" and not self._capturer.is_warming_up:
             self._pause(entry, call, FOR_GOOD, (Reason.WARMUP_ONLY, ""))
+            self._watch.doubt()
             return self._miss(entry, call, Reason.WARMUP_ONLY)
         if self.state.is_replaying_here():  # whoever is only called there never replays
             return self._plain(entry, call, Reason.NESTED_REPLAY)
@@ -112,14 +49,15 @@ class Learning(EagerCalls):
             self._put_off(entry, call)
             return result
         is_start = self._starts_plain(entry)
-        if not (is_start and self._is_quiet(call)) and self._is_outdated(call):
+        is_quiet = is_start and self._is_quiet(call)
+        if not is_quiet and self._is_outdated(call):
             return self._serve_anew(entry, call)
         if not self._learning.acquire(blocking=False):  # another thread is learning the module
-            return self._plain(entry, call)
+            return self._plain(entry, call, is_quiet=is_quiet)
         try:
             if not is_start:
                 return self._observe_and_capture(entry, call)
-            result = self._plain(entry, call)
+            result = self._plain(entry, call, is_quiet=is_quiet)
             is_soon = self._capturer.may_capture_now(entry, call.request)
             if is_soon and call.is_whole(entry.signature) and not self._is_outdated(call):
                 self._capture(entry, call)
@@ -164,19 +102,31 @@ class Learning(EagerCalls):
             return True
         return not self._capturer.admits(entry, call.request)
 
-    def _plain(self, entry: Entry, call: Call, reason: Reason = Reason.WARMING_UP) -> object:
-        is_cold = entry.state is State.COLD
-        is_looked_at = is_cold and not self._is_quiet(call)
-        if is_looked_at:
+    def _plain(
+        self,
+        entry: Entry,
+        call: Call,
+        reason: Reason = Reason.WARMING_UP,
+        *,
+        is_quiet: bool = False,
+    ) -> object:
+        """The eager result, its time noted. A first one shows what the forward itself changes in
+        the module, except where that is expected to be nothing (`is_quiet`).
+        """
+        is_telling = entry.state is State.COLD and not is_quiet
+        if is_telling:
             self._watch.before_pass()
         clock, started = self.state.stopwatch(), time.perf_counter()
         result = self._miss(entry, call, reason)
         host_ms = (time.perf_counter() - started) * 1e3
         clock.stop()
         self._capturer.note_eager(entry, clock, host_ms)
-        if is_cold and entry.state is State.COLD:
+        if entry.state is State.COLD:
             entry.state = State.SEEN
-        if is_looked_at:
+        if is_quiet:
+            self._watch.doubt()
+            call.must_look = True
+        elif is_telling:
             moved = self._adopt(entry)
             if moved is not None:
                 entry.block_until_retry(*moved)

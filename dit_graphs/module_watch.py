@@ -46,10 +46,11 @@ class ModuleWatch:
         self._moved = 0
         self._pending: Change | None = None
         self._hooks_ever = 0
-        self._glance: Glance | None = None  # made before `_base` was swept, never after
+        self.glance: Glance | None = None  # made before `_base` was swept, never after
         self._in_vain = 0
         self._is_watched = False
-        self._must_sweep = True  # somebody said that something changed
+        self._said = 1  # how often somebody said that something changed
+        self._heard = 0  # how many of these the last check came after
         self._quiet_passes = 0
 
     @property
@@ -58,12 +59,14 @@ class ModuleWatch:
         devices = self._base.devices if self._base is not None else frozenset()
         return next(iter(devices)) if len(devices) == 1 else None
 
+    def begin_call(self) -> None:
+        """Nothing was looked at for this call so far."""
+        self._is_fresh = False
+
     def is_current(self, request: Request | None) -> bool:
-        """Whether this request was checked and nothing was said since; `is_as_checked` looks."""
-        self._is_fresh = False  # every call asks; what the one before saw says nothing of this one
-        if request is None or request.number not in self._checked:
-            return False
-        return self._hooks_ever == hooks_ever()
+        """Whether this request was checked and nothing was said since."""
+        is_checked = request is not None and request.number in self._checked
+        return is_checked and self._hooks_ever == hooks_ever()
 
     def can_wait(self) -> bool:
         """Whether a call that is new to `is_current` may begin before it is checked.
@@ -71,25 +74,25 @@ class ModuleWatch:
         Nobody said that something changed, and a look will do. A graph keeps what it reads, so a
         replay of one that is no longer true is only in vain.
         """
-        is_told = self._must_sweep or self._pending is not None or self.refusal is not None
+        is_told = self._heard != self._said or self._pending is not None or self.refusal is not None
         return not (is_told or self.tells_little) and self._hooks_ever == hooks_ever()
 
-    def is_as_checked(self, request: Request | None) -> bool:
-        """Whether a look shows what the last sweep saw: a quick one where the request is checked.
+    def check_as(self, glance: Glance | None, request: Request | None) -> bool:
+        """Whether a closer look shows the module as it was when `glance` was this watch's.
 
-        After a closer one it is; whoever asks has made sure that nothing else is in the way.
+        Then `request` is checked; whoever asks has made sure that nothing else is in the way.
         """
-        glance = self._glance
-        if glance is None:
+        said = self._said
+        if glance is None or glance is not self.glance or not self.can_wait():
             return False
-        if self.is_current(request):
-            return glance.is_same()
-        hooks = hooks_ever()
         if not glance.is_exactly_same():
             return False
-        self._hooks_ever = hooks
-        self._note_checked(request)
+        self._note_checked(request, said)
         return True
+
+    def doubt(self) -> None:
+        """A pass went by unlooked: the next call is looked at whatever its request."""
+        self._checked = []
 
     @property
     def is_quiet(self) -> bool:
@@ -103,13 +106,13 @@ class ModuleWatch:
     @property
     def tells_little(self) -> bool:
         """Whether a look shows changes again and again, where a sweep may find none."""
-        glance = self._glance
+        glance = self.glance
         return glance is None or glance.is_blind or self._in_vain >= _TIRED
 
     def forget(self) -> None:
         """The next call looks at everything again, whatever its request."""
-        self._must_sweep = True
-        self._checked.clear()
+        self._said += 1
+        self._checked = []
 
     def has_moved(self) -> bool:
         """Whether weights lie elsewhere than at the last sweep; nothing is remembered of it."""
@@ -122,46 +125,53 @@ class ModuleWatch:
 
     def refresh(self, request: Request | None) -> Change | None:
         """Looks at everything; says whether weights moved or only caches and plain state did."""
-        self._hooks_ever = hooks_ever()
+        said, self._hooks_ever = self._said, hooks_ever()
         self._is_watched = request is not None and request.is_watched
-        now = self._state()
+        now, glance = self._state()
         change, self._pending = _worse(self._pending, self._change(now)), None
-        self._adopt(now)
+        self._adopt(now, glance)
         self.refusal = _refusal(now)
         if change is not None:
             self.expect_changes()
-        self._note_checked(request)
+        self._note_checked(request, said)
         return change
 
-    def _note_checked(self, request: Request | None) -> None:
-        self._must_sweep = self.ran_eager = False
-        self._is_fresh = True
+    def _note_checked(self, request: Request | None, said: int) -> None:
+        """The module was looked at after `said` changes had been told of."""
+        self._heard, self.ran_eager, self._is_fresh = said, False, True
         if request is not None:
             self._checked = [*self._checked[-_KEPT_REQUESTS:], request.number]
+        if said != self._said:  # meanwhile, by another thread
+            self._checked = []
 
-    def _state(self, *, exactly: bool = True) -> ModuleState:
-        """The module's state now: the last one where a glance shows it, else what a sweep finds."""
-        before, glance = self._base, self._glance
-        had_glance = glance is not None
+    def _state(self, *, exactly: bool = True) -> tuple[ModuleState, Glance | None]:
+        """The module's state now: the last one where a glance shows it, else what a sweep finds.
+
+        With the glance that goes with it.
+        """
+        before, glance = self._base, self.glance
         if glance is not None and before is not None and _shows(glance, exactly):
-            return before
+            return before, glance
         # not right after a change, which seldom comes alone
-        is_settled = before is not None and not had_glance and self._in_vain < _TIRED
+        is_settled = before is not None and glance is None and self._in_vain < _TIRED
         # first the glance: what changes between the two shows in the next one
         is_wanted = self._is_watched or is_settled
-        self._glance = Glance(self.module, self._volatile) if is_wanted else None
+        made = Glance(self.module, self._volatile) if is_wanted else None
         now = sweep(self.module, self._volatile)
-        if had_glance and now == before:  # something is made anew again and again, all alike
+        if glance is not None and now == before:  # something is made anew, again and again alike
             self._in_vain += 1
-        return now
+        return now, made
 
-    def _adopt(self, now: ModuleState) -> None:
+    def _adopt(self, now: ModuleState, glance: Glance | None) -> None:
+        """From here on `glance` stands for `now`; a call that reads it reads no older number."""
         if now is not self._base:
+            self.glance = None
             self._base = now
             self._id = self._ids.pop(now.python, 0) or next(self._numbers)
             self._ids[now.python] = self._id
             if len(self._ids) > _KEPT_STATES:
                 self._ids.popitem(last=False)
+            self.glance = glance
 
     def _change(self, now: ModuleState) -> Change | None:
         before = self._base
@@ -179,11 +189,11 @@ class ModuleWatch:
         """An eager pass is about to run whose own changes `adopt_changes` will look for."""
         if self._is_fresh or self._base is None:
             return
-        now = self._state()
+        now, glance = self._state()
         self._pending = _worse(self._pending, self._change(now))
         if self._pending is not None or now.python != self._base.python:
             self.forget()  # what somebody changed is honoured by the next call
-        self._adopt(now)
+        self._adopt(now, glance)
 
     def adopt_changes(self) -> tuple[Reason, str] | None:
         """After an eager pass: what the forward itself changed is the module's state now.
@@ -191,7 +201,7 @@ class ModuleWatch:
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
         # no forward turns a weight around where it lies
-        before, now = self._base, self._state(exactly=False)
+        before, (now, glance) = self._base, self._state(exactly=False)
         self._is_fresh = False
         if before is None or now is before:
             self._quiet_passes += 1
@@ -202,9 +212,9 @@ class ModuleWatch:
         restless = {name for name, count in self._changes.items() if count >= _TIRED}
         if not restless <= self._volatile:
             self._volatile |= restless
-            self._glance = None  # it looks at them
-            now = self._state()
-        self._adopt(now)
+            self.glance = None  # it looks at them
+            now, glance = self._state()
+        self._adopt(now, glance)
         if now.weights == before.weights:
             return None
         self._pending = "weights"  # graphs of other signatures read the old ones

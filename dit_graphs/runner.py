@@ -28,9 +28,9 @@ from .calls import (
 from .config import GraphConfig
 from .counters import RunnerStats
 from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
-from .learning import FOR_GOOD, Learning
+from .learning import Learning
 from .module_watch import ModuleWatch
-from .pauses import Pauses
+from .pauses import FOR_GOOD, Pauses
 from .request_scope import Request, current_request
 from .signature import CallForm, sign
 from .taken import GIVEN_TWICE, holds_twice, repeatable, take
@@ -81,6 +81,8 @@ class GraphRunner(Learning):
         try:
             call, entry = self._look_up(request, args, kwargs)
         except CaptureAborted as refusal:
+            if not self._watch.is_current(request):
+                self._watch.forget()  # the module may lie elsewhere: the next call looks first
             return self._fall_back(refusal.reason, refusal.detail, args, kwargs)
         if call.request is not None:
             call.request.at_end(entry, entry.forget_bound)
@@ -116,7 +118,7 @@ class GraphRunner(Learning):
     ) -> tuple[Call, Entry]:
         """The call's entry, new or known. Raises `CaptureAborted` with the reason for eager."""
         number = request.number if request is not None else None
-        must_look, given = self._check_module(request), (args, kwargs)
+        must_look, glance, given = self._check_module(request), self._watch.glance, (args, kwargs)
         args, kwargs = self._padded(args, kwargs)
         positional, named = self._form.normalise(args, kwargs)
         named = self._prepared(named)
@@ -143,7 +145,7 @@ class GraphRunner(Learning):
         if request is not None:
             request.count(entry.signature)
         normal = positional, named, arguments, tensors
-        return Call(given, args, kwargs, *normal, request, draws, must_look), entry
+        return Call(given, args, kwargs, *normal, request, draws, must_look, glance), entry
 
     def _serve(self, entry: Entry, call: Call) -> object:
         """An eager call that teaches nothing is right whatever the module is like: it looks at

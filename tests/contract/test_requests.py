@@ -34,9 +34,9 @@ def test_the_module_is_checked_once_per_request(
     checks: list[Request | None] = []
     note = ModuleWatch._note_checked
 
-    def counted(self: ModuleWatch, request: Request | None) -> None:
+    def counted(self: ModuleWatch, request: Request | None, said: int) -> None:
         checks.append(request)
-        note(self, request)
+        note(self, request, said)
 
     monkeypatch.setattr(ModuleWatch, "_note_checked", counted)
     twin = Twin(Scaled(), where)

@@ -136,9 +136,9 @@ def test_a_generation_within_a_generation_leaves_the_outer_one_going(
     checks = []
     note = ModuleWatch._note_checked
 
-    def counted(self: ModuleWatch, request: Request | None) -> None:
+    def counted(self: ModuleWatch, request: Request | None, said: int) -> None:
         checks.append(self.module is outer.unet)
-        note(self, request)
+        note(self, request, said)
 
     monkeypatch.setattr(ModuleWatch, "_note_checked", counted)
     outer("with", upscale)

@@ -1,0 +1,85 @@
+"""Owns what each call asks: is the module still what its graphs were captured from?
+
+Must never know how a signature gets its graph. The surprising fact: a call may begin before its
+module is looked at. An eager call is right whatever the module is like, and a replay is looked at
+while the device works; only what is learned must be true beforehand.
+"""
+
+from __future__ import annotations
+
+from .cache import Entry, State
+from .calls import Call, signature_source
+from .errors import CaptureAborted, Reason
+from .fallback import EagerCalls
+from .request_scope import Request
+from .signature import CallForm
+
+__all__ = ["CheckedCalls"]
+
+
+class CheckedCalls(EagerCalls):
+    """A holder of graphs that drops or compares them once more where its module has changed."""
+
+    def _check_module(self, request: Request | None) -> bool:
+        """Weights, hooks, Python state are as captured; whether a look must still show it.
+
+        Raises `CaptureAborted` where the module allows no graph now.
+        """
+        self._watch.begin_call()
+        if self._watch.is_current(request):
+            self._raise_refusal()
+            return request is not None and request.is_watched
+        if self._watch.can_wait():
+            return True
+        self._pauses.clear()
+        change = self._watch.refresh(request)
+        source = signature_source(self.module, self.eager)
+        if source != self._form_source:  # somebody patched `forward`
+            self._form_source = source
+            self._form = CallForm(source, self.options.ignore)
+        if change == "weights":
+            self.cache.unblock_all()
+            if self.cache.held():
+                self._invalidate()
+        elif change == "caches":
+            for entry in self.cache.held():
+                entry.state = State.CAPTURED  # compared once more before it serves again
+        # offload first: then the device of the weights is one of the moment
+        self._watch.refusal = self._watch.refusal or self._guarded() or self._follow_weights()
+        self._raise_refusal()
+        return False
+
+    def _raise_refusal(self) -> None:
+        if self._watch.refusal is not None:
+            raise CaptureAborted(*self._watch.refusal)
+
+    def _follow_weights(self) -> tuple[Reason, str] | None:
+        """The runner serves where the weights lie now; the reason if no graph is possible there."""
+        here = self._watch.device
+        if here is not None and here != self.device:
+            self._leave_device()
+            self._settle_on(here)
+        return (Reason.NO_CUDA, str(here)) if self.backend == "none" else None
+
+    def _is_outdated(self, call: Call) -> bool:
+        """Whether the module is no longer what the call was signed for; the call looks once."""
+        must_look, call.must_look = call.must_look, False
+        return must_look and not self._is_as_signed(call)
+
+    def _is_as_signed(self, call: Call) -> bool:
+        if self._watch.is_current(call.request):
+            return call.glance is not None and call.glance.is_same()
+        is_other = signature_source(self.module, self.eager) != self._form_source
+        if is_other or self._guarded() is not None:
+            return False
+        return self._watch.check_as(call.glance, call.request)
+
+    def _serve_anew(self, entry: Entry, call: Call) -> object:
+        """The call's result, from its start: the module is checked first."""
+        if call.request is not None:
+            call.request.uncount(entry.signature)
+        self._watch.forget()
+        return self._serve_given(*call.given)
+
+    def _serve_given(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        raise NotImplementedError
