@@ -23,6 +23,7 @@ AttentionPolicy = Literal["auto", "captured", "eager"]
 ComponentName = Literal["denoiser", "vae", "text_encoder"]
 
 _PATHS = ("denoiser", "vae", "text_encoder", "prefill", "decode")
+_SWITCH = ("on", "off")
 RENAMED: dict[str, str] = {}  # old field name -> new field name
 
 
@@ -104,6 +105,11 @@ class GraphConfig:
             if isinstance(given := getattr(self, name), Mapping):  # the caller may change it
                 object.__setattr__(self, name, dict(given))
 
+    @staticmethod
+    def is_switched_off() -> bool:
+        """Whether DIT_GRAPHS=off is set in the environment now."""
+        return os.environ.get("DIT_GRAPHS", "").lower() == "off"
+
     def backend_for(self, path: str) -> BackendName:
         """The backend of one component or LLM phase; DIT_GRAPHS_BACKEND overrides it."""
         override = os.environ.get("DIT_GRAPHS_BACKEND")
@@ -121,7 +127,11 @@ class GraphConfig:
         return self.memory_budget
 
     def check_available(self) -> None:
-        """Raises `ConfigError` for a value this version knows but does not honour."""
+        """Raises `ConfigError` for what would be ignored: a value this version knows but does not
+        honour, a word in the environment that is none.
+        """
+        _check_choice("DIT_GRAPHS", os.environ.get("DIT_GRAPHS", "").lower() or "on", _SWITCH)
+        self.backend_for("denoiser")
         if self.numerics == "fused":
             raise ConfigError(
                 'numerics="fused" (compiled blocks in graphs) is not available in this version: '

@@ -7,7 +7,6 @@ calls replay, and a call whose unproven input changes for the first time is comp
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Hashable
 
@@ -98,7 +97,7 @@ class GraphRunner(Learning):
     def _bypass(self) -> Reason | None:
         if self.disabled or self.backend == "off":
             return Reason.DISABLED
-        if os.environ.get("DIT_GRAPHS", "").lower() == "off":
+        if self.config.is_switched_off():
             return Reason.KILL_SWITCH
         if self.backend == "none":
             here = device_of(self.module)

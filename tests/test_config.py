@@ -71,3 +71,24 @@ def test_a_wrong_value_names_the_field_and_what_it_takes(field, value, says) -> 
 def test_an_unknown_field_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="max_graphs"):
         GraphConfig().with_overrides(max_graph=3)
+
+
+@pytest.mark.parametrize("variable", ["DIT_GRAPHS", "DIT_GRAPHS_BACKEND"])
+@pytest.mark.parametrize("entry", [dit_graphs.wrap, dit_graphs.accelerate])
+def test_a_word_in_the_environment_that_is_none_is_refused(entry, variable, monkeypatch) -> None:
+    monkeypatch.setenv(variable, "0")
+    module = Doubling()
+    before = dict(vars(module))
+    with pytest.raises(ConfigError, match=rf"^{variable}: expected one of .*'off'.*, got '0'$"):
+        entry(module)
+    assert vars(module) == before
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "on", ""])
+def test_the_kill_switch_is_off_or_on(word, monkeypatch) -> None:
+    monkeypatch.setenv("DIT_GRAPHS", word)
+    module = dit_graphs.wrap(Doubling(), backend="recorded")
+    with torch.no_grad():
+        module(torch.ones(1))
+    fallbacks = dit_graphs.stats(module)["components"]["denoiser"]["fallbacks"]
+    assert fallbacks == {"kill_switch" if word.lower() == "off" else "warming_up": 1}

@@ -97,7 +97,9 @@ class Flag:
 
 
 def option_name(word: str) -> str:
-    """`num_frames` as it is typed: `--num-frames`."""
+    """`num_frames` as it is typed: `--num-frames`; DIT_GRAPHS, which is no flag, stays as it is."""
+    if word.isupper():
+        return word
     return "--" + word.strip("_").replace("_", "-")
 
 
@@ -264,6 +266,8 @@ def graph_error(error: ConfigError) -> InputError:
     """A field's error in the flag's word: `max_size['decode']` is `--decode-max-size`."""
     known = {item.name for item in fields(GraphConfig)}
     match = re.match(r"(\w+)(?:\['(\w+)'\])?: (.*)", str(error), re.DOTALL)
+    if match is not None and match[1].isupper():
+        known.add(match[1])  # a variable of the environment
     if match is None or match[1] not in known:
         # a value this version does not honour begins with the field; else the model is what failed
         name = re.split(r"\W", str(error), maxsplit=1)[0]

@@ -7,7 +7,6 @@ are, so that a seed draws the same numbers whatever the bucket.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -83,7 +82,7 @@ class DecodeRunner:
             return Reason.DISABLED, ""
         if self._writer == threading.get_ident():
             return Reason.NESTED_REPLAY, "the reader of a text asked for another one"
-        if os.environ.get("DIT_GRAPHS", "").lower() == "off":
+        if self.config.is_switched_off():
             return Reason.KILL_SWITCH, ""
         here = self.model.device
         if here != self.device:

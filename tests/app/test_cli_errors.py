@@ -14,6 +14,7 @@ import pytest
 from cli_process import MODEL, Done, run, run_many
 from PIL import Image
 
+from dit_graphs.app.cli import main
 from dit_graphs.app.cli.flags import graph_flags, model_flags, option_name, request_flags
 
 TAKES = "ZImagePipeline does not take it; it takes --guidance-scale, --height, --negative-prompt, "
@@ -161,6 +162,15 @@ def test_a_wrong_flag_of_the_script_itself_ends_the_process_with_2(tmp_path: Pat
     assert len(done.err.strip().splitlines()) == 1
     assert "No such option: --heigth" in done.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("variable", ["DIT_GRAPHS", "DIT_GRAPHS_BACKEND"])
+def test_a_wrong_word_in_the_environment_is_named_as_what_it_is(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "0")
+    assert main(["generate", "a cat"]) == 2
+    assert capsys.readouterr().err.startswith(f"dit-graphs: {variable}: expected ")
 
 
 WRONG_BY_ITSELF = [
