@@ -314,8 +314,11 @@ class GraphCache:
 
     def serves_alike(self, entry: Entry) -> bool:
         """Whether a graph of another signature serves calls that look like those of `entry`."""
-        others = (other for other in self.held() if other is not entry)
-        return any(other.signature.looks_like(entry.signature) for other in others)
+        return _looks_like_one(entry, self.held())
+
+    def knows_alike(self, entry: Entry) -> bool:
+        """Whether calls that look like those of `entry` were made before the last one."""
+        return entry.uses > 1 or _looks_like_one(entry, list(self.entries.values()))
 
     def make_room(self, entry: Entry) -> bool:
         """Room for one more graph: the least worthy goes, or no if `entry` is not worth it."""
@@ -355,6 +358,11 @@ class GraphCache:
         for entry in held:
             entry.release()
         return len(held)
+
+
+def _looks_like_one(entry: Entry, known: list[Entry]) -> bool:
+    others = (other for other in known if other is not entry)
+    return any(other.signature.looks_like(entry.signature) for other in others)
 
 
 def _bound(known: dict[K, V]) -> None:

@@ -191,6 +191,7 @@ class Capturer(Admission):
             breaks=observation.breaks,
             generators=observation.generators,
             externals=observation.written_externals,
+            written_inputs=tuple(inputs.buffers[i] for i in observation.written_inputs),
             break_launches=observation.break_launches,
         )
         name = self.backend

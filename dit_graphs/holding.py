@@ -157,7 +157,7 @@ class GraphHolding:
 
     def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
         """What the first passes set themselves (SDPA priorities, caches) is the entry's key now."""
-        moved = self._watch.adopt_changes()
+        moved = self._watch.adopt_changes(lambda: self.cache.knows_alike(entry))
         now = entry.signature.under(ambient_state(self.device), self._extra())
         if now != entry.signature:
             self._watch.expect_changes()

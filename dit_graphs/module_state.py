@@ -8,7 +8,7 @@ every number, string and container of them in the tree belongs to a graph's key.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import unwrap
 from types import FunctionType
 
@@ -53,15 +53,16 @@ class ModuleState:
     hooked: tuple[str, ...]
     compiled: tuple[str, ...]
     devices: frozenset[torch.device]
-    cache_tensors: tuple[Tensor, ...]
+    cache_tensors: tuple[Tensor, ...] = field(compare=False)  # `==` of tensors is a tensor
 
     def changed_attributes(self, other: ModuleState) -> frozenset[str]:
         """Names of the plain attributes whose value differs between two sweeps."""
-        mine, theirs = self._by_name(), other._by_name()
+        mine, theirs = self.by_name(), other.by_name()
         names = mine.keys() | theirs.keys()
         return frozenset(n for n in names if mine.get(n) != theirs.get(n))
 
-    def _by_name(self) -> dict[str, object]:
+    def by_name(self) -> dict[str, object]:
+        """The plain attributes, each with its kind."""
         return {name: (kind, value) for name, kind, value in zip(*self.python, strict=True)}
 
 

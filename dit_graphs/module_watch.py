@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Literal
 
 import torch
@@ -28,6 +28,10 @@ _TIRED = 3  # an attribute the forward changed this often is no longer part of t
 _QUIET = 4  # passes in a row that changed nothing: the next one is not expected to
 
 
+def _always() -> bool:
+    return True
+
+
 class ModuleWatch:
     """Sweeps a module tree, glances at it while nothing changes, and numbers its Python states."""
 
@@ -43,6 +47,7 @@ class ModuleWatch:
         self._checked: list[int] = []
         self._volatile: frozenset[str] = frozenset()
         self._changes: Counter[str] = Counter()
+        self._left: dict[str, object] = {}  # as what the last pass that changed it left each
         self._moved = 0
         self._pending: Change | None = None
         self._hooks_ever = 0
@@ -195,9 +200,22 @@ class ModuleWatch:
             self.forget()  # what somebody changed is honoured by the next call
         self._adopt(now, glance)
 
-    def adopt_changes(self) -> tuple[Reason, str] | None:
+    def _count_changes(self, before: ModuleState, now: ModuleState) -> None:
+        """A pass changed the module; counted is only what it found as the pass before left it.
+
+        What the user turns between calls, or sets back for the forward to fill anew, must never
+        leave the key.
+        """
+        mine, theirs = before.by_name(), now.by_name()
+        for name in now.changed_attributes(before):
+            stood = mine.get(name)
+            self._changes[name] += self._left.get(name, stood) == stood
+            self._left[name] = theirs.get(name)
+
+    def adopt_changes(self, is_return: Callable[[], bool] = _always) -> tuple[Reason, str] | None:
         """After an eager pass: what the forward itself changed is the module's state now.
 
+        `is_return`: whether such a call was made before; what a first one sets may grow with it.
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
         # no forward turns a weight around where it lies
@@ -207,8 +225,8 @@ class ModuleWatch:
             self._quiet_passes += 1
             return None
         self.expect_changes()
-        # counted inside passes only: a scale that the user turns must never leave the key
-        self._changes.update(now.changed_attributes(before))
+        if is_return():
+            self._count_changes(before, now)
         restless = {name for name, count in self._changes.items() if count >= _TIRED}
         if not restless <= self._volatile:
             self._volatile |= restless

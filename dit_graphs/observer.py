@@ -278,7 +278,7 @@ class CaptureLog(Protocol):
 
     def note_launch(self) -> None: ...
 
-    def is_produced(self, tensor: Tensor) -> bool: ...
+    def may_write(self, tensor: Tensor) -> bool: ...
 
     def is_rewritten(self, tensor: Tensor) -> bool: ...
 
@@ -304,6 +304,7 @@ class Guard(Watch):
         self._log = log
         self._escapes = escapes
         self._is_observed = is_observed
+        self._recalled: set[int] = set()
 
     def host_read(self, name: str) -> None:
         path, location = self.location()
@@ -318,12 +319,14 @@ class Guard(Watch):
         with unwatched():
             made_from = source()
         value = self._constants.recall(key, made_from)
+        self._recalled.add(storage_key(value))
         self.origins.set(value, Origin.HOST)
         return value
 
     def known_read(self, name: str, read: Callable[[], object]) -> object:
         value = self._constants.recall_read(self.occurrences.next(caller_location()), name)
         for tensor in iter_tensors((value,)):
+            self._recalled.add(storage_key(tensor))
             self.origins.set(tensor, Origin.KNOWN)
         return value
 
@@ -332,13 +335,22 @@ class Guard(Watch):
     ) -> None:
         if traits.is_collective:
             raise CaptureAborted(Reason.COLLECTIVE, f"{traits.name} at {caller_location()}")
+        # a way that the observed pass did not take, because it filled a cache, or another size's:
+        # what the compare could not undo must not be in it
+        if any(not self._may_write(tensor) for tensor in written):
+            self._refuse(f"{traits.name}: a write not observed yet")
         if self._is_observed:
             return
-        # taken for a size like the others: what the compare could not undo must not be in it
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            raise CaptureAborted(Reason.CAPTURE_FAILED, "draws from a generator, not observed yet")
-        if any(not self._log.is_produced(tensor) for tensor in written):
-            raise CaptureAborted(Reason.CAPTURE_FAILED, f"{traits.name}: a write not observed yet")
+            self._refuse("draws from a generator, not observed yet")
+
+    def _may_write(self, tensor: Tensor) -> bool:
+        is_own = self._log.may_write(tensor) or storage_key(tensor) in self._recalled
+        return is_own or tensor.device.type != self.device.type
+
+    def _refuse(self, detail: str) -> None:
+        reason = Reason.STATE_CHANGED if self._is_observed else Reason.CAPTURE_FAILED
+        raise CaptureAborted(reason, detail)
 
     def ran(self, traits: OpTraits, given: list[Tensor], made: list[Tensor]) -> None:
         for tensor in given:

@@ -31,6 +31,7 @@ class CapturePlan:
     """What a capture must respect: where it runs, which breaks come in which order.
 
     `inputs` are the static buffers the forward reads; the recording keeps them alive.
+    `written_inputs` of them and `externals` are what the observed pass wrote in place.
     `is_trial`: capture into a scratch pool that is thrown away afterwards.
     """
 
@@ -39,6 +40,7 @@ class CapturePlan:
     breaks: tuple[RecordedBreak, ...] = ()
     generators: tuple[torch.Generator, ...] = ()
     externals: tuple[Tensor, ...] = ()
+    written_inputs: tuple[Tensor, ...] = ()
     break_launches: int = 0
     is_trial: bool = False
     strong_break_refs: bool = False
@@ -104,6 +106,7 @@ class BreakLog:
         self.externals: dict[int, Tensor] = {storage_key(t): t.detach() for t in plan.externals}
         self._produced: set[int] = set()
         self._inputs = {storage_key(tensor) for tensor in plan.inputs}
+        self._written = {storage_key(t) for t in (*plan.written_inputs, *plan.externals)}
 
     def note_produced(self, tensor: Tensor) -> None:
         """The tensor's memory was allocated in this capture: every replay rewrites it."""
@@ -123,6 +126,11 @@ class BreakLog:
     def is_produced(self, tensor: Tensor) -> bool:
         """Whether every replay rewrites this tensor's memory."""
         return storage_key(tensor) in self._produced
+
+    def may_write(self, tensor: Tensor) -> bool:
+        """Whether this was produced here, or the observed pass wrote it: a compare can undo it."""
+        key = storage_key(tensor)
+        return not key or key in self._produced or key in self._written
 
     def is_rewritten(self, tensor: Tensor) -> bool:
         """Whether a replay or the call before it writes this memory: produced, or an input's."""

@@ -184,7 +184,7 @@ class _Session(BreakLog):
         self._idle.clear()
         self.bound.clear()
         self.externals.clear()
-        self.plan = replace(self.plan, inputs=(), externals=())
+        self.plan = replace(self.plan, inputs=(), written_inputs=(), externals=())
 
 
 class CudaRecording(Generic[T]):

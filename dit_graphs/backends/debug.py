@@ -10,10 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar, cast
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from ..breaks import BreakResult, handling_breaks
 from ..buffers import clone_layout, copy_layout, poison
 from ..errors import BreakFailed, CaptureAborted, Reason
 from ..observer import CaptureLog
+from ..op_traits import Args, Kwargs, iter_tensors, traits_of
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
 from .base import BreakLog, CapturePlan, Recording
 
@@ -33,7 +37,7 @@ class DebugBackend:
         random = plan.state.random_state()
         kept = [(tensor, clone_layout(tensor)) for tensor in (*plan.inputs, *plan.externals)]
         try:
-            with plan.state.capture_stream(), handling_breaks(None):
+            with plan.state.capture_stream(), handling_breaks(None), _Writes(plan, log):
                 result = fn(None)
         finally:
             for tensor, before in kept:
@@ -45,6 +49,34 @@ class DebugBackend:
         except UnknownLeaf as leaf:
             raise CaptureAborted(Reason.UNSUPPORTED_OUTPUT, f"returned a {leaf.kind}") from None
         return DebugRecording(output, layout, fn, log)
+
+
+class _Writes(TorchDispatchMode):
+    """Inside, nothing is written that the observed pass did not write: no compare could undo it."""
+
+    def __init__(self, plan: CapturePlan, log: BreakLog) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._plan = plan
+        self._log = log
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> object:
+        traits = traits_of(func)
+        for tensor in traits.written(args, kwargs or {}):
+            is_here = tensor.device.type == self._plan.state.device.type
+            if is_here and not self._log.may_write(tensor):
+                detail = f"{traits.name}: a write not observed yet"
+                raise CaptureAborted(Reason.STATE_CHANGED, detail)
+        result = func(*args, **(kwargs or {}))
+        if traits.is_plain or traits.name == "aten::lift_fresh":  # `torch.tensor`
+            for tensor in iter_tensors((result,)):
+                self._log.note_produced(tensor)
+        return result
 
 
 class DebugRecording(Generic[T]):
@@ -83,4 +115,4 @@ class DebugRecording(Generic[T]):
     def close(self) -> None:
         self._fn = None
         self._log.externals.clear()
-        self._log.plan = replace(self._log.plan, inputs=(), externals=())
+        self._log.plan = replace(self._log.plan, inputs=(), written_inputs=(), externals=())

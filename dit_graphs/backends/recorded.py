@@ -165,7 +165,7 @@ class _Session(BreakLog):
         """Nothing recorded is kept any longer."""
         for held in (self.steps, self.bound, self.kept, self.externals, self._undo):
             held.clear()
-        self.plan = replace(self.plan, inputs=(), externals=())
+        self.plan = replace(self.plan, inputs=(), written_inputs=(), externals=())
 
 
 def _aliased(given: G) -> G:

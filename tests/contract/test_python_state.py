@@ -174,8 +174,9 @@ def test_a_lazily_filled_cache_does_not_keep_the_module_eager(where: Where) -> N
         twin(where.randn(3, 8, seed=index))
         twin(where.randn(5, 8, seed=index))
     assert twin.graphs == 2
-    # `last_size` is in the key until it was seen to be the forward's own doing (three passes)
-    assert twin.replays == 6
+    # `last_size` is in the key until it was seen to be the forward's own doing (three passes of
+    # sizes that had come before: what a new one sets may grow with it)
+    assert twin.replays == 4
 
 
 def test_a_one_slot_cache_does_not_free_what_another_graph_reads(where: Where) -> None:
@@ -200,7 +201,7 @@ def test_a_one_slot_cache_does_not_free_what_another_graph_reads(where: Where) -
         junk = [torch.full((size, 1), float("nan"), device=where.device) for size in (3, 5)]
         del junk
     assert twin.graphs == 2
-    assert twin.replays == 8
+    assert twin.replays == 7
 
 
 class Pops(nn.Module):

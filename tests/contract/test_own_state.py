@@ -1,0 +1,143 @@
+"""Modules that fill, grow or remember something themselves, while their user turns it back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from twin import Twin, Where, difference
+
+import dit_graphs
+from dit_graphs.request_scope import begin_request, end_request
+
+CAPTURES = ["second_use", "first_use"]
+
+
+def _generation(
+    twin: Twin, where: Where, rows: int, steps: int = 6, seed: int = 0, *, by_hand: bool = True
+) -> None:
+    """One request: the user's own, or one that nobody looks into, like a pipeline's."""
+    running = None if by_hand else begin_request(steps)
+    if running is None:
+        with dit_graphs.request(total_steps=steps):
+            _steps(twin, where, rows, steps, seed)
+        return
+    _steps(twin, where, rows, steps, seed)
+    end_request(running)
+
+
+def _steps(twin: Twin, where: Where, rows: int, steps: int, seed: int) -> None:
+    for step in range(steps):
+        twin(where.randn(rows, 8, seed=100 * seed + step))
+        mine, theirs = ({**vars(m), "_modules": None} for m in (twin.module, twin.plain))
+        for name in ("kept", "big", "most"):
+            assert difference(mine.get(name), theirs.get(name)) is None, name
+
+
+class Keeps(nn.Module):
+    """A memory of its own, made where there is none and written in place in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if self.kept is None:
+            self.kept = torch.zeros_like(h)
+        h = h + self.kept
+        self.kept.copy_(h * 0.5)
+        return h
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_memory_that_is_emptied_for_every_request_is_made_anew(
+    where: Where, capture: str, by_hand: bool
+) -> None:
+    """The pass in which it is made says nothing of the writes of those that find it; and what the
+    user empties is not the forward's own, however often the forward fills it."""
+    twin = Twin(Keeps(), where, capture=capture)
+    for number in range(7):
+        for module in (twin.module, twin.plain):
+            module.kept = None
+        _generation(twin, where, 3, seed=number, by_hand=by_hand)
+
+
+def test_a_memory_of_its_own_gets_a_graph(graphing: Where) -> None:
+    twin = Twin(Keeps(), graphing)
+    for number in range(4):
+        _generation(twin, graphing, 3, seed=number)
+    assert twin.replays > 12
+
+
+class Turns(nn.Module):
+    """The first large input sets a switch, and is told by it from the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.big = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if len(x) > 8 and not self.big:
+            self.big = True
+            return h * 2
+        return h
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_switch_that_is_turned_back_for_every_request(graphing: Where, by_hand: bool) -> None:
+    """After quiet sizes the pass that sets it is not looked at; no capture follows it at once."""
+    twin = Twin(Turns(), graphing)
+    for rows in (2, 3, 4, 5, 6):
+        _generation(twin, graphing, rows, by_hand=by_hand)
+    for number in range(6):
+        for module in (twin.module, twin.plain):
+            module.big = False
+        _generation(twin, graphing, 10, seed=number, by_hand=by_hand)
+    assert twin.replays > 30
+
+
+class Grows(nn.Module):
+    """Remembers the largest size, on which all depend; like scaled rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most = max(self.most, len(x))
+        return self.linear(x) * self.most
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_what_grows_with_ever_larger_sizes_stays_in_the_key(
+    graphing: Where, capture: str, by_hand: bool
+) -> None:
+    twin = Twin(Grows(), graphing, capture=capture)
+    for number, rows in enumerate((3, 4, 5, 6, 3, 8, 3, 9, 3, 4)):
+        _generation(twin, graphing, rows, seed=number, by_hand=by_hand)
+    assert twin.replays > 10
+
+
+def test_a_view_made_anew_in_every_call_is_the_same(where: Where) -> None:
+    """Two looks find other objects with the same memory: those are never compared by value."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(8.0))
+            self.view: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.view = self.table[:8]
+            return x + self.view
+
+    twin = Twin(Views(), where)
+    for seed in range(3):
+        _generation(twin, where, 3, seed=seed)
