@@ -133,12 +133,14 @@ class Acceleration:
 
     def _refuse(self, part: Component, error: ConfigError) -> None:
         """The part stays eager where that is no user's mistake; otherwise raises `error`."""
-        offloaded = _is_hooked_for_offload(part.module)
-        if not offloaded and part.role != "text_encoder":
+        attached = state_guard(part.module)()
+        reason, text = Reason.UNSUPPORTED_MODEL, str(error)
+        if attached is not None and attached[0] is Reason.OFFLOAD:
+            reason, text = attached[0], f"{attached[0].sentence}. {attached[1]}"
+        elif part.role != "text_encoder":
             raise error
-        reason = Reason.OFFLOAD if offloaded else Reason.UNSUPPORTED_MODEL
-        self._refused[part.label] = part.module, f"{reason}: {error}"
-        log.warning("%s: eager (%s)", part.label, reason)
+        self._refused[part.label] = part.module, f"{reason}: {text}"
+        log.warning("%s: eager (%s): %s", part.label, reason, text)
 
     def adopt(self, part: Component) -> None:
         """One more part is served; it goes with the others at `remove`."""

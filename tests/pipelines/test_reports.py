@@ -8,6 +8,7 @@ import logging
 import pytest
 import tiny
 import torch
+from accelerate import cpu_offload
 
 import dit_graphs
 
@@ -80,6 +81,25 @@ def test_explain_says_what_ran_what_did_not_and_how_they_differ() -> None:
     assert "recorded, 1 segment, 0 breaks, 100% captured" in text
     assert "no graph for latent 6×6" in text
     assert "2×4×4×4 float32 → 2×4×6×6 float32" in text, "the nearest signature's difference"
+
+
+def test_a_part_that_stays_eager_says_why_and_advises_nothing_that_would_not_help(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pipe = tiny.build("flux")
+    cpu_offload(pipe.transformer, execution_device=torch.device("cpu"))
+    pipe.text_encoder.to("meta")
+    dit_graphs.accelerate(pipe, backend="recorded")
+    offloaded = "offload hooks move the weights during the call. "
+    missing = "CLIPTextModel is on the meta device: load its weights before wrapping"
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.removesuffix("AlignDevicesHook on FluxTransformer2DModel") for line in told] == [
+        f"denoiser: eager (offload): {offloaded}",
+        f"text_encoder: eager (unsupported_model): {missing}",
+    ]
+    text = dit_graphs.explain(pipe)
+    assert f"denoiser: eager. offload: {offloaded}" in text
+    assert f"text_encoder: eager. unsupported_model: {missing}" in text
 
 
 def test_explain_names_once_what_was_not_called_and_what_came_in_many_states() -> None:
