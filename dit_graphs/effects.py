@@ -54,7 +54,7 @@ class _Attributes:
             self._derived.update(f"{path}.{name}".lstrip(".") for name in derived_names(child))
             self._keep_dict(path, vars(child), depth)
             for table in _TABLES:
-                self._keep_dict(path, vars(child)[table], 0)
+                self._keep_dict(path, getattr(child, table), 0)
 
     def changed(self) -> list[str]:
         """The names that stand for something else now."""

@@ -257,7 +257,7 @@ class _Tree:
 
     def visit(self, path: str, module: nn.Module) -> None:
         attributes = vars(module)
-        if not all(isinstance(attributes[name], dict) for name in _TABLES):
+        if not all(isinstance(attributes.get(name), dict) for name in _TABLES):
             return self.forget()  # a module of TorchScript, say, which keeps them out of sight
         self.classes[type(module)] = None
         for name in _WEIGHTS:

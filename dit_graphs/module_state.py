@@ -146,10 +146,10 @@ class _Sweep:
     def visit(self, path: str, module: nn.Module, is_hidden: bool) -> None:
         attributes = module.__dict__
         impl = attributes.get("_compiled_call_impl")
-        if "_orig_mod" in attributes["_modules"] or not getattr(impl, "keeps_eager", impl is None):
+        if "_orig_mod" in module._modules or not getattr(impl, "keeps_eager", impl is None):
             self.compiled.append(path or "the module itself")
         # of a module without weights only its identity tells Tanh from Sigmoid
-        bare = not (attributes["_parameters"] or attributes["_buffers"] or attributes["_modules"])
+        bare = not (module._parameters or module._buffers or module._modules)
         self.note(f"{path}.type", Identity(module if bare else type(module)))
         self.classes[type(module)] = None
         self.note(
@@ -166,7 +166,7 @@ class _Sweep:
             if any(type(hook.value) is not WeightNorm for hook in hooks):
                 self.hooked.append(path or "the module itself")
             self.note(f"{path}.{table}", hooks)
-        derived = derived_names(module) if attributes["_forward_pre_hooks"] else ()
+        derived = derived_names(module) if module._forward_pre_hooks else ()
         for name, value in attributes.items():
             if name in _INTERNAL or name in derived:
                 continue

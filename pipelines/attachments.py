@@ -55,14 +55,14 @@ def state_guard(
 def _is_marked(module: nn.Module) -> bool:
     """Whether anything at all is attached: asked for each picture, so without generators."""
     seen: set[int] = set()
-    tables = [vars(module)]
-    for attributes in tables:  # which grows
-        if not _MARKS.isdisjoint(attributes):
+    found = [module]
+    for held in found:  # which grows
+        if not _MARKS.isdisjoint(vars(held)):
             return True
-        for child in attributes["_modules"].values():
+        for child in held._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                tables.append(vars(child))
+                found.append(child)
     return False
 
 

@@ -213,7 +213,10 @@ def test_what_changes_by_itself_below_an_object_is_left_out() -> None:
     assert not glance.is_same()
 
 
-def test_a_scripted_layer_is_never_taken_for_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_scripted_layer_is_never_taken_for_unchanged(
+    monkeypatch: pytest.MonkeyPatch, is_traced: bool
+) -> None:
     """Its tables lie below Python; the sweep reads them, a look does not. So it comes first, and no
     replay is launched to be given up.
     """
@@ -222,7 +225,9 @@ def test_a_scripted_layer_is_never_taken_for_unchanged(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         RecordedRecording, "replay", lambda self: launches.append(1) or replay(self)
     )
-    module = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Tanh()).eval()
+    layer = nn.Linear(4, 4)
+    hidden = torch.jit.trace(layer, torch.zeros(2, 4)) if is_traced else torch.jit.script(layer)
+    module = nn.Sequential(hidden, nn.Tanh()).eval()
     assert not Glance(module).is_same()
     plain = copy.deepcopy(module)
     dit_graphs.wrap(module, backend="recorded")
