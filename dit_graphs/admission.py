@@ -60,14 +60,16 @@ class Admission:
         return entry.eager_ms * (0.02 if bound_by_device else _SHARE_OF_LAUNCHES)
 
     def _hoped_ms(self, entry: Entry) -> float:
-        """No replay would save more, whatever the device's time turns out to be."""
+        """What a replay saves at most; until the device's time is known, of a call that waits for
+        Python: where Python waits for the device, a graph saves next to nothing.
+        """
         known = self._saving_ms(entry)
         if entry.eager_ms is not None:
             return known
         return _SHARE_OF_LAUNCHES * _LAUNCH_BOUND * entry.host_ms
 
     def admits(self, entry: Entry, request: Request | None) -> bool:
-        """Whether a capture now is expected to pay for itself (asked under "auto" only)."""
+        """Whether a capture now is expected to pay for itself; always, except under "auto"."""
         if not self._is_choosy():
             return True
         left = request.steps_left(entry.signature) if request is not None else None
@@ -86,7 +88,7 @@ class Admission:
         return max(ahead, entry.lost_ms) > self._expected_cost_ms(entry)
 
     def hopeless_calls(self, entry: Entry, request: Request) -> int:
-        """How many calls of `request` after this one will not be admitted, whatever they bring."""
+        """How many calls of `request` after this one will not be admitted, by what is known now."""
         left, hoped = request.steps_left(entry.signature), self._hoped_ms(entry)
         if not self._is_choosy() or left is None or self._pays(entry, left, hoped):
             return 0

@@ -22,7 +22,6 @@ from .buffers import clone_layout
 from .cache import Entry, State
 from .config import GraphConfig
 from .constants import ConstantTable
-from .counters import RunnerStats
 from .effects import HostRandom, PythonState, storages_in
 from .errors import CaptureAborted, GraphError, Reason
 from .escapes import Escapes
@@ -50,14 +49,10 @@ class Capturer(Admission):
         state: DeviceState,
         config: GraphConfig,
         backend: str,
-        stats: RunnerStats,
-        component: str,
     ) -> None:
         super().__init__(config, backend)
         self.forward = forward
         self.state = state
-        self.stats = stats
-        self.component = component
 
     # The observed pass.
     def observe(

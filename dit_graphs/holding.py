@@ -81,9 +81,7 @@ class GraphHolding:
         ignore = frozenset(self.options.ignore)
         eager = prepared(self.call_eager, self.options.family)
         forward = Forward(self.module, eager, device, ignore)
-        self._capturer = Capturer(
-            forward, self.state, self.config, self.backend, self.stats, self.options.component
-        )
+        self._capturer = Capturer(forward, self.state, self.config, self.backend)
 
     def mark_changed(self) -> None:
         """A mutator ran (LoRA, processors, `.to`): the next call checks the module again.

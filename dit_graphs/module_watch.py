@@ -79,8 +79,8 @@ class ModuleWatch:
         Nobody said that something changed, and a look will do. A graph keeps what it reads, so a
         replay of one that is no longer true is only in vain.
         """
-        is_told = self._heard != self._said or self._pending is not None or self.refusal is not None
-        return not (is_told or self.tells_little) and self._hooks_ever == hooks_ever()
+        is_told = self._heard != self._said or self._hooks_ever != hooks_ever()
+        return not (is_told or self.tells_little or self.refusal is not None)
 
     def check_as(self, glance: Glance | None, request: Request | None) -> bool:
         """Whether a closer look shows the module as it was when `glance` was this watch's.

@@ -142,9 +142,7 @@ class PassRunner:
         if held is None:
             self._make_room()
             forward = Forward(self.module, wanted.run, self.state.device)
-            capturer = Capturer(
-                forward, self.state, self.config, self.backend, self.stats, self.component
-            )
+            capturer = Capturer(forward, self.state, self.config, self.backend)
             plan = self._plans.setdefault(wanted.path, StructurePlan(self.policy))
             entry = Entry(sign(wanted.name, None, wanted.key, []), plan)
             held = self.held[wanted.key] = _Held(entry, capturer, wanted)

@@ -64,6 +64,20 @@ def test_what_a_quiet_pass_changed_counts_within_its_request(graphing: Where) ->
     assert twin.replays > before
 
 
+def test_what_a_quiet_pass_changed_is_not_captured_at_once(graphing: Where) -> None:
+    """A graph under the module's old state would be in vain."""
+    twin = Twin(Stretched(), graphing)
+    for rows in (6, 5, 4, 3, 2):
+        _generation(twin, graphing, *[rows] * 6, seed=rows)
+    captures = twin.captures
+    begin_request(8)
+    for rows in (6, 1):
+        twin(graphing.randn(rows, 8))
+    assert twin.captures == captures + 1, "right after its plain pass, which changed nothing"
+    twin(graphing.randn(9, 8))
+    assert twin.captures == captures + 1
+
+
 def test_what_a_size_that_nobody_warmed_up_changed_counts_within_its_request(
     graphing: Where,
 ) -> None:

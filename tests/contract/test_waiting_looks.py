@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from twin import Twin, Where
 
 import dit_graphs
+from dit_graphs.calls import RunnerOptions
 from dit_graphs.errors import Reason
 from dit_graphs.glance import Glance
+from dit_graphs.module_state import sweep
 from dit_graphs.pauses import Pauses
 from dit_graphs.request_scope import Request
 from dit_graphs.signature import sign
@@ -52,6 +54,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     for name in ("is_same", "is_exactly_same"):
         monkeypatch.setattr(Glance, name, _telling(getattr(Glance, name), name, seen))
+    monkeypatch.setattr(
+        "dit_graphs.module_watch.sweep", lambda *given: seen.append("sweep") or sweep(*given)
+    )
     return seen
 
 
@@ -87,6 +92,33 @@ def test_a_table_that_grows_after_quiet_sizes_is_the_right_one(graphing: Where) 
     for rows in (7, 12, 6, 13, 4, 7):
         _generation(twin, graphing, rows, steps=6, seed=rows)
     assert twin.replays > replays
+
+
+def _exchange(twin: Twin, where: Where) -> None:
+    """Between two requests: the first call of the second one finds it."""
+    for module in (twin.module, twin.plain):
+        torch.manual_seed(5)
+        module.linear.weight = nn.Parameter(torch.randn(8, 8).to(where.device))
+    _generation(twin, where, 3, steps=1)
+
+
+def _grow(twin: Twin, where: Where) -> None:
+    """Within a pass that is not looked at: the call after it finds it."""
+    _generation(twin, where, 12, steps=2)
+
+
+@pytest.mark.parametrize("change", [_exchange, _grow])
+def test_sizes_that_come_after_a_change_are_looked_at(
+    graphing: Where, looks: list[str], change: Callable[[Twin, Where], None]
+) -> None:
+    twin = Twin(Tabled(start=6), graphing)
+    for rows in range(1, 6):
+        _generation(twin, graphing, rows)
+    change(twin, graphing)
+    looks.clear()
+    with dit_graphs.request(total_steps=1):
+        twin(graphing.randn(6, 8))
+    assert len(looks) > 1, "before the pass and after it"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])
@@ -166,6 +198,16 @@ def test_a_call_may_be_served_anew_after_its_signature_got_another_key(
         monkeypatch.setattr(runner, "_is_outdated", outdated)
         twin(graphing.randn(3, 8, seed=50))
     assert len(looked) > 1
+
+
+def test_a_guard_of_a_users_is_asked_by_the_first_call_of_a_request(graphing: Where) -> None:
+    twin, reasons = Twin(Scaled(), graphing), [None, (Reason.OFFLOAD, "for a test")]
+    twin.runner.attach(twin, RunnerOptions(guard=lambda: reasons[0]))
+    _generation(twin, graphing, 3)
+    assert twin.replays
+    reasons.reverse()
+    _generation(twin, graphing, 3, seed=1)
+    assert twin.runner.stats.fallbacks[Reason.OFFLOAD] == 5
 
 
 @pytest.fixture

@@ -70,3 +70,16 @@ def test_b66_a_module_that_moves_to_the_other_card_is_captured_there():
                 assert torch.equal(call(module, card, seed), call(reference, card, seed))
     report = runner_of(module).report()
     assert report["captures"] == 3 and report["replays"] >= 9
+
+
+def test_weights_moved_by_hand_to_another_card_are_followed():
+    module, reference = on_card(0), on_card(0)
+    wrap(module, GraphConfig(backend="full"))
+    for card in (0, 1, 0):
+        for each in (module, reference):
+            for tensor in (*each.parameters(), *each.buffers()):
+                tensor.data = tensor.data.to(f"cuda:{card}")
+        before = runner_of(module).report()["replays"]
+        for seed in range(8):
+            assert torch.equal(call(module, card, seed), call(reference, card, seed)), (card, seed)
+        assert runner_of(module).report()["replays"] > before, card
