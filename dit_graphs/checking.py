@@ -69,10 +69,7 @@ class CheckedCalls(EagerCalls):
     def _is_as_signed(self, call: Call) -> bool:
         if self._watch.is_current(call.request):
             return call.glance is not None and call.glance.is_same()
-        is_other = signature_source(self.module, self.eager) != self._form_source
-        if is_other or self._guarded() is not None:
-            return False
-        return self._watch.check_as(call.glance, call.request)
+        return self._guarded() is None and self._watch.check_as(call.glance, call.request)
 
     def _serve_anew(self, entry: Entry, call: Call) -> object:
         """The call's result, from its start: the module is checked first."""

@@ -88,9 +88,7 @@ class ModuleWatch:
         Then `request` is checked; whoever asks has made sure that nothing else is in the way.
         """
         said = self._said
-        if glance is None or glance is not self.glance or not self.can_wait():
-            return False
-        if not glance.is_exactly_same():
+        if glance is None or glance is not self.glance or not glance.is_exactly_same():
             return False
         self._note_checked(request, said)
         return True
@@ -232,13 +230,13 @@ class ModuleWatch:
             self._volatile |= restless
             self.glance = None  # it looks at them
             now, glance = self._state()
+        has_moved = now.weights != before.weights
+        if has_moved:  # told of before another thread's call can be signed for the new state
+            self._pending = "weights"  # graphs of other signatures read the old ones
+            self.forget()
+            self._moved += 1
         self._adopt(now, glance)
-        if now.weights == before.weights:
-            return None
-        self._pending = "weights"  # graphs of other signatures read the old ones
-        self.forget()
-        self._moved += 1
-        if self._moved < 2:
+        if not has_moved or self._moved < 2:
             return None
         return Reason.OFFLOAD, "weights change their address during the call"
 

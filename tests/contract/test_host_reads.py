@@ -38,6 +38,7 @@ _READS = {
     "torch.tensor of tensors": lambda x: x * torch.tensor([x.max(), 2.0], device=x.device).sum(),
     "as_tensor of tensors": lambda x: x * torch.as_tensor([[x.max()]], device=x.device).sum(),
     "where with one argument": lambda x: x + torch.where(x > 0)[0].sum(),
+    "a list that an op writes and does not return": lambda x: x * _written_list(x).sum().item(),
 }
 
 
@@ -45,6 +46,12 @@ def _masked_write(x: Tensor) -> Tensor:
     x = x.clone()
     x[x > 0] = x[x > 0] * 2
     return x
+
+
+def _written_list(x: Tensor) -> Tensor:
+    made = torch.zeros(8, device=x.device)
+    torch._foreach_add_([made], [x[0]])
+    return made
 
 
 class Reader(nn.Module):

@@ -14,6 +14,7 @@ import dit_graphs
 from dit_graphs.calls import Call
 from dit_graphs.errors import Reason
 from dit_graphs.glance import Glance
+from dit_graphs.module_watch import ModuleWatch
 from dit_graphs.request_scope import begin_request, end_request
 
 
@@ -117,6 +118,35 @@ def test_a_look_is_not_told_by_another_threads_that_all_is_well(
     monkeypatch.setattr(twin.runner, "_is_outdated", late)
     with dit_graphs.request(total_steps=1):
         twin(x)
+    assert others == [True]
+
+
+def test_a_call_that_sees_what_a_pass_left_has_heard_that_weights_moved(
+    graphing: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's call, in the moment in which a pass that made the table anew is told of."""
+    twin = Twin(Stretched(), graphing)
+    _generation(twin, graphing, *[6] * 6)
+    assert twin.replays
+    short, long = graphing.randn(6, 8, seed=50), graphing.randn(9, 8, seed=51)
+    twin.plain(long)
+    adopt, others = ModuleWatch._adopt, []
+
+    def other() -> bool:
+        with torch.no_grad(), dit_graphs.request(total_steps=1):
+            return torch.equal(twin.module(short), twin.plain(short))
+
+    def adopted(self: ModuleWatch, *state: object) -> None:
+        adopt(self, *state)  # type: ignore[arg-type]
+        if len(twin.module.table) == 9 and not others:
+            others.append(False)
+            with ThreadPoolExecutor(1) as pool:
+                others[0] = pool.submit(other).result(timeout=60)
+
+    monkeypatch.setattr(ModuleWatch, "_adopt", adopted)
+    twin.runner._watch.expect_changes()  # passes are looked at
+    with dit_graphs.request(total_steps=1):
+        assert torch.equal(twin.module(long), twin.plain(long))
     assert others == [True]
 
 

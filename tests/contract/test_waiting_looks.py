@@ -252,6 +252,7 @@ def test_calls_that_are_put_off_to_the_end_of_their_request_are_not_looked_up(
     (entry,) = twin.runner.cache.entries.values()
     assert entry.uses == 8 and twin.runner.stats.fallbacks[Reason.NOT_ADMITTED] == 7
     lost = entry.lost_ms
+    assert lost > 7.5 * twin.runner._capturer._saving_ms(entry), "each of the eight lost as much"
     _generation(twin, where, 3, steps=8, seed=1)
     assert put.signed == 2 and entry.uses == 16 and entry.lost_ms > lost
 
@@ -262,9 +263,11 @@ def test_a_pause_is_for_its_sizes_its_values_and_its_request(
 ) -> None:
     put = _Putting(monkeypatch, Scaled())
     twin, where = put.twin, Where("recorded", torch.device("cpu"))
-    with dit_graphs.request(total_steps=20):
+    with dit_graphs.request(total_steps=20) as request:
         for _ in range(3):
             twin(where.randn(3, 8))
+        (entry,) = twin.runner.cache.entries.values()
+        assert request.steps_left(entry.signature) == 17
         for x in (where.randn(4, 8), where.randn(1, 3, 8)):
             before = put.signed
             twin(x)
@@ -321,6 +324,21 @@ def test_a_blocked_signature_is_tried_again_when_it_is_due(
     assert twin.runner.stats.fallbacks[Reason.CAPTURE_FAILED] == due - 2
 
 
+def test_weights_exchanged_between_requests_give_a_blocked_signature_a_new_chance(
+    graphing: Where,
+) -> None:
+    twin = Twin(Scaled(), graphing)
+    _generation(twin, graphing, 3)
+    (entry,) = twin.runner.cache.held()
+    twin.runner._settle_release(entry)
+    entry.block(Reason.CAPTURE_FAILED, "for a test")
+    _generation(twin, graphing, 3, seed=1)
+    before = twin.replays
+    _exchange(twin, graphing)
+    _generation(twin, graphing, 3, steps=6, seed=2)
+    assert twin.replays > before
+
+
 def test_a_pause_ends_where_another_call_may_be_admitted() -> None:
     pauses, request, args = Pauses(), Request(10), (torch.zeros(2), 1.0, "word", [None])
     pauses.add(request, (args, {}), None, (Reason.NOT_ADMITTED, ""), 2, "as it is")  # type: ignore[arg-type]
@@ -330,3 +348,7 @@ def test_a_pause_ends_where_another_call_may_be_admitted() -> None:
     assert pauses.find(request, other, {}, lambda: "as it is") is None
     found = [pauses.find(request, args, {}, lambda: "as it is") for _ in range(3)]
     assert found[0] is not None and found[1] is not None and found[2] is None
+    pauses.add(request, (args, {}), None, (Reason.NOT_ADMITTED, ""), 2, "as it is")  # type: ignore[arg-type]
+    later = Request(10)
+    pauses.add(later, (other, {}), None, (Reason.NOT_ADMITTED, ""), 2, "as it is")  # type: ignore[arg-type]
+    assert pauses.find(later, args, {}, lambda: "as it is") is None, "an earlier request's"
