@@ -22,6 +22,7 @@ from .buffers import clone_layout
 from .errors import CaptureAborted, Reason
 from .memory import Stopwatch
 from .observer import HostRead, Observation
+from .op_traits import storage_key
 from .signature import Signature
 from .static_inputs import StaticInputs
 from .taken import Taken
@@ -185,6 +186,11 @@ class Entry:
             seen.is_random or seen.generators or seen.written_externals or seen.written_inputs
         )
         return is_traced or (self.recording is not None and self.recording.breaks > 0)
+
+    def writes_to(self, storages: frozenset[int]) -> bool:
+        """Whether its graph writes to any of these, which are not its own."""
+        written = self.observation.written_externals if self.observation is not None else ()
+        return any(storage_key(tensor) in storages for tensor in written)
 
     @property
     def is_held(self) -> bool:

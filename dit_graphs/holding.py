@@ -156,6 +156,10 @@ class GraphHolding:
     def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
         """What the first passes set themselves (SDPA priorities, caches) is the entry's key now."""
         moved = self._watch.adopt_changes(lambda: self.cache.knows_alike(entry))
+        for other in self.cache.held() if self._watch.lost else ():
+            if other.writes_to(self._watch.lost):  # memory that the module has no longer
+                self._settle_release(other)
+                self.stats.invalidations += 1
         now = entry.signature.under(ambient_state(self.device), self._extra())
         if now != entry.signature:
             self._watch.expect_changes()

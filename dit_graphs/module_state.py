@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .ambient import outside_modes
+from .op_traits import storage_key
 from .parts import CONTAINERS, LEAF_LIMIT, STRUCTURE, behind, callable_only, parts, raw
 from .tree import PLAIN, Identity, UnknownLeaf, freeze
 
@@ -60,6 +61,11 @@ class ModuleState:
         mine, theirs = self.by_name(), other.by_name()
         names = mine.keys() | theirs.keys()
         return frozenset(n for n in names if mine.get(n) != theirs.get(n))
+
+    def lost_storages(self, now: ModuleState) -> frozenset[int]:
+        """Memory of caches that `now` holds no longer."""
+        mine, kept = (set(map(storage_key, s.cache_tensors)) for s in (self, now))
+        return frozenset(mine - kept)
 
     def by_name(self) -> dict[str, object]:
         """The plain attributes, each with its kind."""

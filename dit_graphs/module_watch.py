@@ -39,6 +39,7 @@ class ModuleWatch:
         self.module = module
         self.refusal: tuple[Reason, str] | None = None
         self.ran_eager = False
+        self.lost: frozenset[int] = frozenset()  # memory of caches that the last pass exchanged
         self._is_fresh = False
         self._base: ModuleState | None = None
         self._ids: OrderedDict[Hashable, int] = OrderedDict()  # keeps the states' objects alive
@@ -188,6 +189,11 @@ class ModuleWatch:
         is_added = set(before.caches) <= set(now.caches)
         return "caches" if self.ran_eager and is_added else "weights"
 
+    def is_as_adopted(self) -> bool:
+        """Whether nothing changed since a state was adopted; nothing is remembered of it."""
+        now, _ = self._state(exactly=False)
+        return now == self._base
+
     def before_pass(self) -> None:
         """An eager pass is about to run whose own changes `adopt_changes` will look for."""
         if self._is_fresh or self._base is None:
@@ -218,11 +224,12 @@ class ModuleWatch:
         """
         # no forward turns a weight around where it lies
         before, (now, glance) = self._base, self._state(exactly=False)
-        self._is_fresh = False
+        self._is_fresh, self.lost = False, frozenset()
         if before is None or now is before:
             self._quiet_passes += 1
             return None
         self.expect_changes()
+        self.lost = before.lost_storages(now)
         if is_return():
             self._count_changes(before, now)
         restless = {name for name, count in self._changes.items() if count >= _TIRED}

@@ -215,7 +215,8 @@ class GraphRunner(Learning):
         taken = entry.taken
         eager = repeatable(self.call_eager, call.args, call.kwargs, taken)
         try:
-            verdict = verify_call(self.state, entry, call.tensors, eager)
+            settled = self._watch.is_as_adopted
+            verdict = verify_call(self.state, entry, call.tensors, eager, settled)
         except BreakFailed as failure:
             return self._drop(entry, call, failure.reason, failure.detail)
         except CaptureAborted as refusal:

@@ -89,10 +89,20 @@ class Undo:
             tensor.copy_(before)
 
 
+def _always() -> bool:
+    return True
+
+
 def verify_call(
-    state: DeviceState, entry: Entry, tensors: list[Tensor], eager: Callable[[], object]
+    state: DeviceState,
+    entry: Entry,
+    tensors: list[Tensor],
+    eager: Callable[[], object],
+    is_settled: Callable[[], bool] = _always,
 ) -> Verdict:
     """Replays and runs eager on the same inputs; leaves that changed are proven when equal.
+
+    `is_settled`: whether eager's module still holds what it held, so that eager may run once more.
 
     Raises `BreakFailed` from the replay, with every trace of it undone, and `CaptureAborted` where
     there is no turn or no graph.
@@ -127,6 +137,8 @@ def verify_call(
         difference = results_equal(result, replayed)
         if difference is None:
             inputs.prove(changed)
+        elif not is_settled():
+            reason, detail = Reason.STATE_CHANGED, "the forward exchanged what its module holds"
         else:
             again = _disagrees(eager, result, undo, Undo(state, entry, tensors))
             reason = Reason.VERIFY_MISMATCH if again is None else Reason.EAGER_NONDETERMINISTIC

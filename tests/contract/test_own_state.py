@@ -141,3 +141,24 @@ def test_a_view_made_anew_in_every_call_is_the_same(where: Where) -> None:
     twin = Twin(Views(), where)
     for seed in range(3):
         _generation(twin, where, 3, seed=seed)
+
+
+class OneSize(Keeps):
+    """Its memory is of the last size, and made anew for another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is not None and self.kept.shape[0] != len(x):
+            self.kept = None
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("rows", [(4, 4, 6, 4, 4), (4, 4, 4, 6, 4), (4, 4, 4, 4, 6, 6, 6, 4, 4)])
+def test_a_memory_that_another_size_exchanges_takes_its_graphs_along(
+    where: Where, capture: str, rows: tuple[int, ...]
+) -> None:
+    """They write to one that the module has no longer; and a compare that finds it exchanged does
+    not run the forward again, which would start from another memory."""
+    twin = Twin(OneSize(), where, capture=capture)
+    for seed, size in enumerate(rows):
+        _steps(twin, where, size, 1, seed)
