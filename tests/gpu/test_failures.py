@@ -11,6 +11,7 @@ from blocks import Denoiser, build, inputs
 
 import dit_graphs
 from dit_graphs import GraphConfig, eager_on_graph, wrap
+from dit_graphs.backends.cuda import CudaBackend
 from dit_graphs.memory import CudaState
 from dit_graphs.wrapping import runner_of
 
@@ -260,3 +261,32 @@ def test_b37_no_capture_is_started_without_headroom(monkeypatch):
             assert torch.equal(module(**inputs(seed))[0], reference(**inputs(seed))[0])
     assert runner_of(module).report()["fallbacks"]["low_memory"] >= 1
     assert runner_of(module).report()["captures"] == 0
+
+
+def test_only_a_capture_beside_other_graphs_is_tried_in_a_scratch_pool(monkeypatch):
+    """Where there are none, a failure ruins no pool of theirs; the last one's end counts too."""
+    trials: list[bool] = []
+    capture = CudaBackend.capture
+
+    def told(self, fn, plan):
+        trials.append(plan.is_trial)
+        return capture(self, fn, plan)
+
+    monkeypatch.setattr(CudaBackend, "capture", told)
+    modules = [build(seed=seed) for seed in range(3)]
+
+    def serve(module):
+        wrap(module, GraphConfig(backend="full"))
+        with torch.no_grad():
+            for seed in range(6):
+                module(**inputs(seed))
+        assert runner_of(module).stats.replays > 0
+
+    serve(modules[0])
+    assert trials == [False]
+    serve(modules[1])
+    assert trials == [False, True, False]
+    for module in modules[:2]:
+        dit_graphs.unwrap(module)
+    serve(modules[2])
+    assert trials == [False, True, False, False]
