@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from variant import CONTRACT, PIPELINES, variant
 
@@ -77,9 +79,9 @@ def _under_a_call(patch: pytest.MonkeyPatch) -> None:
 def _moved_unseen(patch: pytest.MonkeyPatch) -> None:
     adopt = ModuleWatch.adopt_changes
 
-    def forgetting(self: ModuleWatch) -> object:
+    def forgetting(self: ModuleWatch, *given: Callable[[], bool]) -> object:
         before, checked = self._pending, list(self._checked)
-        found = adopt(self)
+        found = adopt(self, *given)
         self._pending, self._checked = before, checked
         return found
 
