@@ -43,15 +43,27 @@ class Admission:
 
     def note_eager(self, entry: Entry, clock: Stopwatch, host_ms: float) -> None:
         """Remembers how long an eager call took; read later, without waiting."""
-        entry.clock, entry.host_ms = clock, host_ms
-        entry.lost_ms += self._saving_ms(entry)
+        if entry.eager_ms is None:
+            entry.host_ms = host_ms
+        entry.clock, entry.clock_host_ms = clock, host_ms
+        self.note_lost(entry)
+
+    def note_lost(self, entry: Entry) -> None:
+        """An eager call that nobody timed loses as much as those that were."""
+        entry.lost_calls += 1
+
+    def _read_clock(self, entry: Entry, *, wait: bool = False) -> None:
+        """The shortest call counts: one that was disturbed would speak for all that came after."""
+        elapsed = entry.clock.elapsed_ms(wait=wait) if entry.clock is not None else None
+        if elapsed is None:
+            return
+        entry.clock = None
+        if entry.eager_ms is None or elapsed < entry.eager_ms:
+            entry.eager_ms, entry.host_ms = elapsed, entry.clock_host_ms
 
     def _saving_ms(self, entry: Entry) -> float:
         """What one replay would save, from what is known without waiting."""
-        if entry.clock is not None:
-            elapsed = entry.clock.elapsed_ms()
-            if elapsed is not None:
-                entry.eager_ms, entry.clock = elapsed, None
+        self._read_clock(entry)
         if entry.eager_ms is None:
             return 0.0
         if entry.replay_ms is not None:
@@ -75,8 +87,8 @@ class Admission:
         left = request.steps_left(entry.signature) if request is not None else None
         if (left is None and entry.uses < 3) or not self._pays(entry, left, self._hoped_ms(entry)):
             return False
-        if entry.clock is not None and entry.eager_ms is None:
-            entry.eager_ms = entry.clock.elapsed_ms(wait=True)
+        if entry.eager_ms is None:
+            self._read_clock(entry, wait=True)
         return self._pays(entry, left, self._saving_ms(entry))
 
     def _is_choosy(self) -> bool:
@@ -85,19 +97,15 @@ class Admission:
 
     def _pays(self, entry: Entry, left: int | None, saving: float) -> bool:
         ahead = max((left or 0) - 1, 0) * saving
-        return max(ahead, entry.lost_ms) > self._expected_cost_ms(entry)
+        return max(ahead, entry.lost_calls * saving) > self._expected_cost_ms(entry)
 
     def hopeless_calls(self, entry: Entry, request: Request) -> int:
         """How many calls of `request` after this one will not be admitted, by what is known now."""
         left, hoped = request.steps_left(entry.signature), self._hoped_ms(entry)
         if not self._is_choosy() or left is None or self._pays(entry, left, hoped):
             return 0
-        still = self._expected_cost_ms(entry) - entry.lost_ms
+        still = self._expected_cost_ms(entry) - entry.lost_calls * hoped
         return min(left, int(still / hoped)) if hoped > 0.0 else left
-
-    def note_lost(self, entry: Entry) -> None:
-        """An eager call that nobody timed loses as much as those that were."""
-        entry.lost_ms += self._saving_ms(entry)
 
     def note_pass(self, took_ms: float) -> None:
         """What an observed pass took."""

@@ -18,7 +18,7 @@ from torch.utils._device import DeviceContext
 from .errors import Reason
 from .tree import Identity
 
-__all__ = ["ambient_state", "foreign_mode", "outside_modes"]
+__all__ = ["ambient_state", "casting", "foreign_mode", "outside_modes"]
 
 _SETTINGS: tuple[Callable[[], Hashable], ...] = (
     torch._C._get_flash_sdp_enabled,
@@ -107,6 +107,13 @@ def ambient_state(device: torch.device) -> Hashable:
         _default_device(),
         Identity(torch.nn.functional.scaled_dot_product_attention),  # exchanged by name, as a rule
     )
+
+
+def casting(device: torch.device) -> Hashable:
+    """Autocast and the default dtype: what a caller turns between two calls, as a rule."""
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return autocast, torch.get_default_dtype()
 
 
 def _precision() -> list[Hashable]:

@@ -87,7 +87,7 @@ class Entry:
     requests: int = 0
     evictions: int = 0
     requests_at_eviction: int = 0
-    lost_ms: float = 0.0
+    lost_calls: int = 0  # eager ones since a graph was last held
     eager_ms: float | None = None
     replay_ms: float | None = None
     capture_ms: float = 0.0
@@ -104,6 +104,7 @@ class Entry:
     may_draw: bool = True  # random numbers, where no pass was watched; a compare tells
     recording: Recording[object] | None = None
     clock: Stopwatch | None = None
+    clock_host_ms: float = 0.0
     host_ms: float = 0.0
     masked: int = 0  # hash of the signature without its numbers
     replays: int = 0
@@ -169,7 +170,7 @@ class Entry:
         self.observation = None
         if self.state in (State.CAPTURED, State.READY):
             self.state = State.SEEN
-        self.lost_ms, self.replays = 0.0, 0
+        self.lost_calls, self.replays = 0, 0
 
     @property
     def draws(self) -> bool:
@@ -316,7 +317,7 @@ class GraphCache:
 
     def held(self) -> list[Entry]:
         """Entries that hold a graph."""
-        return [entry for entry in list(self.entries.values()) if entry.is_held]
+        return [entry for entry in list(self.entries.values()) if entry.recording is not None]
 
     def serves_alike(self, entry: Entry) -> bool:
         """Whether a graph of another signature serves calls that look like those of `entry`."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Hashable
 
 import torch
 
+from .ambient import casting
 from .cache import Entry, State
 from .calls import Call
 from .checking import CheckedCalls
@@ -86,8 +88,11 @@ class Learning(CheckedCalls):
             return
         is_told = self._is_by_itself(call) and call.is_whole(entry.signature)
         if is_told and not self.cache.serves_alike(entry):
-            setting = entry.signature.ambient, self._own_key()
-            self._pauses.add(call.request, call.given, entry, why, calls, setting)
+            self._pauses.add(call.request, call.given, entry, why, calls, self._setting())
+
+    def _setting(self) -> Hashable:
+        """What tells calls apart that look alike, without a signature."""
+        return casting(self.device), self._own_key()
 
     def _starts_plain(self, entry: Entry) -> bool:
         is_first = entry.state is State.COLD and self.config.capture != "first_use"

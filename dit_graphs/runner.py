@@ -8,7 +8,6 @@ calls replay, and a call whose unproven input changes for the first time is comp
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +89,6 @@ class GraphRunner(Learning):
             return self._serve(entry, call)
         finally:
             entry.forget_bound()  # outside a request every call is its own
-
-    def _setting(self) -> Hashable:
-        return ambient_state(self.device), self._own_key()
 
     def _bypass(self) -> Reason | None:
         if self.disabled or self.backend == "off":

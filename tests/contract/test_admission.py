@@ -61,17 +61,17 @@ def test_the_device_is_waited_for_only_where_it_decides(
 @pytest.mark.parametrize(
     ("left", "lost", "calls"),
     [
-        (5, 0.0, 5),  # 80 / 5.75 = 13 calls could come
-        (5, 70.0, 1),  # 10 / 5.75
-        (14, 70.0, 1),
-        (15, 0.0, 0),  # 14 * 5.75 = 80.5: the next one is to be asked
+        (5, 0, 5),  # 80 / 5.75 = 13 calls could come
+        (5, 12, 1),  # 80 - 12 * 5.75 = 11
+        (14, 12, 1),
+        (15, 0, 0),  # 14 * 5.75 = 80.5: the next one is to be asked
     ],
 )
 def test_calls_are_put_off_for_as_long_as_none_can_be_admitted(
-    admission: Admission, left: int, lost: float, calls: int
+    admission: Admission, left: int, lost: int, calls: int
 ) -> None:
     entry, _ = _seen(admission)
-    entry.lost_ms = lost
+    entry.lost_calls = lost
     assert admission.hopeless_calls(entry, Request(left)) == calls
 
 
@@ -97,8 +97,27 @@ def test_a_capture_costs_what_the_last_one_did(
 def test_what_calls_lost_pays_for_a_capture_in_the_end(admission: Admission) -> None:
     entry, clock = _seen(admission)
     entry.uses, clock.waits = 3, 1
-    for _ in range(16):  # 5 each, 80 together
+    for _ in range(15):  # with the first one 5 each, 80 together
         admission.note_lost(entry)
         assert not admission.admits(entry, None)
     admission.note_lost(entry)
     assert admission.admits(entry, None)
+
+
+def test_one_call_that_was_disturbed_pays_for_nothing(admission: Admission) -> None:
+    """A pause of the collector in a timed call, taken for what each of its kind loses."""
+    entry, clock = _seen(admission, took=200.0)
+    entry.host_ms = entry.clock_host_ms = 200.0
+    entry.uses, clock.waits = 9, 1
+    for _ in range(3):
+        admission.note_lost(entry)
+    assert not admission.admits(entry, None)
+    again = _Clock(10.0)
+    again.waits = 1
+    admission.note_eager(entry, again, _HOST)
+    assert not admission.admits(entry, None), "5 * 5, and not 4 * 100 that the first one said"
+    assert (entry.eager_ms, entry.host_ms) == (10.0, _HOST)
+    disturbed = _Clock(300.0)
+    disturbed.waits = 1
+    admission.note_eager(entry, disturbed, 300.0)
+    assert not admission.admits(entry, None) and (entry.eager_ms, entry.host_ms) == (10.0, _HOST)
