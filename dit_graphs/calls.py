@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -141,7 +142,7 @@ class Call:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where the module's weights lie; the current device for a module without any."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in chain(module.parameters(), module.buffers()):  # the first, asked in every call
         return tensor.device
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
