@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, SupportsInt, TypeVar
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -18,7 +18,7 @@ from torch.utils._device import DeviceContext
 from .errors import Reason
 from .tree import Identity
 
-__all__ = ["ambient_state", "casting", "foreign_mode", "outside_modes"]
+__all__ = ["ambient_state", "casting", "changed_settings", "foreign_mode", "outside_modes"]
 
 _SETTINGS: tuple[Callable[[], Hashable], ...] = (
     torch._C._get_flash_sdp_enabled,
@@ -33,8 +33,8 @@ _SETTINGS: tuple[Callable[[], Hashable], ...] = (
     torch._C._get_deterministic_algorithms,
     torch._C._get_mkldnn_enabled,
 )
-# settings that only some torch releases have, and objects that change with each question
-_BY_NAME: tuple[Callable[[], object], ...] = tuple(
+# settings that only some torch releases have, as numbers: their objects are new in each question
+_AS_NUMBERS: tuple[Callable[[], SupportsInt], ...] = tuple(
     getattr(torch._C, name)
     for name in ("_get_cublas_allow_fp16_accumulation", "_get_blas_preferred_backend")
     if hasattr(torch._C, name)
@@ -49,6 +49,22 @@ _KINDS_OF_PRECISION = (
     *(("cuda", op) for op in ("matmul", "conv", "rnn")),
     *(("mkldnn", op) for op in ("matmul", "conv", "rnn")),
     ("generic", "all"),
+)
+
+
+def _name_of(getter: Callable[[], object]) -> str:
+    return getter.__name__.removeprefix("_get_").removesuffix("_enabled")
+
+
+_NAMES = (  # in the order of `ambient_state`
+    "autocast",
+    *map(_name_of, (*_SETTINGS, *_AS_NUMBERS)),
+    "sdp_priority_order",
+    *map(_name_of, _OLD_PRECISION),
+    *(f"{kind} {op} precision" for kind, op in _KINDS_OF_PRECISION if _new_precision is not None),
+    "default_dtype",
+    "default_device",
+    "scaled_dot_product_attention",
 )
 
 P = ParamSpec("P")
@@ -100,13 +116,21 @@ def ambient_state(device: torch.device) -> Hashable:
     return (
         autocast,
         *[getter() for getter in _SETTINGS],
-        *[str(getter()) for getter in _BY_NAME],
+        *[int(getter()) for getter in _AS_NUMBERS],
         tuple(torch._C._get_sdp_priority_order()),
         *_precision(),
         torch.get_default_dtype(),
         _default_device(),
         Identity(torch.nn.functional.scaled_dot_product_attention),  # exchanged by name, as a rule
     )
+
+
+def changed_settings(mine: Hashable, theirs: Hashable) -> str:
+    """What tells two values of `ambient_state` apart, by name."""
+    if not (isinstance(mine, tuple) and isinstance(theirs, tuple)):
+        return f"{mine} → {theirs}"
+    rows = zip(_NAMES, mine, theirs, strict=False)
+    return ", ".join(f"{name} {one} → {other}" for name, one, other in rows if one != other)
 
 
 def casting(device: torch.device) -> Hashable:

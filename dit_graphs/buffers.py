@@ -126,7 +126,8 @@ def clone_layout(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():
         return of_same_view(clone_layout, tensor)
     copy = tensor.clone()
-    if copy.stride() == tensor.stride() and not skew_bytes(tensor):
+    is_aligned = not tensor.data_ptr() & (_CUDA_ALIGNMENT - 1)  # as nearly every one
+    if copy.stride() == tensor.stride() and (is_aligned or not skew_bytes(tensor)):
         return copy
     copy = empty_like_layout(tensor)
     copy_layout(copy, tensor)

@@ -108,7 +108,8 @@ class GraphConfig:
     @staticmethod
     def is_switched_off() -> bool:
         """Whether DIT_GRAPHS=off is set in the environment now."""
-        return os.environ.get("DIT_GRAPHS", "").lower() == "off"
+        # asked in every call; looking for what is not there would raise and catch an error
+        return "DIT_GRAPHS" in os.environ and os.environ["DIT_GRAPHS"].lower() == "off"
 
     def backend_for(self, path: str) -> BackendName:
         """The backend of one component or LLM phase; DIT_GRAPHS_BACKEND overrides it."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ambient import outside_modes
+from .ambient import changed_settings, outside_modes
 from .buffers import same_view, skew_bytes, span_bytes
 from .tree import LeafKeys, UnknownLeaf, freeze
 
@@ -136,7 +136,7 @@ class Signature:
         if not lines and self.tensors != other.tensors:
             lines.append("tensor devices, alignments, shared memory or requires_grad differ")
         if self.ambient != other.ambient:
-            lines.append(f"settings: {_changed_items(self.ambient, other.ambient)}")
+            lines.append(f"settings: {changed_settings(self.ambient, other.ambient)}")
         if self.extra != other.extra:
             lines.append("module state (adapters, scales, processors or flags) differs")
         if not lines and self != other:
@@ -147,13 +147,6 @@ class Signature:
         found: dict[str, str] = {}
         _name_leaves(self.structure, "", iter(self.tensors), found)
         return found
-
-
-def _changed_items(mine: Hashable, theirs: Hashable) -> str:
-    if isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
-        pairs = zip(mine, theirs, strict=True)
-        return ", ".join(f"{one} → {other}" for one, other in pairs if one != other)
-    return f"{mine} → {theirs}"
 
 
 def _mask(node: Hashable) -> Hashable:
@@ -216,7 +209,7 @@ class CallForm:
         if self._free_form or len(args) > len(self._names):
             return args, dict(kwargs)
         given = dict(zip(self._names, args, strict=False))
-        if any(name in given for name in kwargs):
+        if given and not given.keys().isdisjoint(kwargs):
             return args, dict(kwargs)  # a duplicate: the forward itself raises
         given.update(kwargs)
         named: dict[str, object] = {}

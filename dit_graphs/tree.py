@@ -34,6 +34,7 @@ _ORDINARY = (Tensor, nn.Parameter)
 _NO_KEYS: LeafKeys = MappingProxyType({})
 _SELF_KEYED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, type, bytes)
 PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum, torch.Size)
+_PASSED_ON = (*PLAIN, torch.Generator)
 
 
 _known_by_parts: set[type] = set()
@@ -133,13 +134,14 @@ class _Freezer:
             return (float, value.hex())  # type: ignore[attr-defined]
         if kind in self.keys:
             return (kind, typed(self.keys[kind](value)))
-        if isinstance(value, Mapping):
+        if kind is tuple or kind is list:
+            return (kind, tuple(map(self.walk, value)))  # type: ignore[call-overload]
+        if kind is dict or isinstance(value, Mapping):
             if kind is not dict:
                 self.check(value)
-            return (kind, tuple((self.key(k), self.walk(v)) for k, v in value.items()))
+            return (kind, tuple((self.key(k), self.walk(v)) for k, v in value.items()))  # type: ignore[attr-defined]
         if isinstance(value, (tuple, list)):
-            if kind is not list and kind is not tuple:
-                self.check(value)
+            self.check(value)
             return (kind, tuple(map(self.walk, value)))
         return self.rare(kind, value)
 
@@ -220,12 +222,16 @@ class _Mapper:
         if isinstance(node, Tensor):
             return self.fn(node)
         kind = type(node)
-        if kind in self.opaque or isinstance(node, (*PLAIN, torch.Generator)):
+        if kind in self.opaque:
+            return node
+        if kind is tuple or kind is list:
+            return kind(map(self.walk, node))  # type: ignore[call-overload]
+        if kind is dict:
+            return {k: self.walk(v) for k, v in node.items()}  # type: ignore[attr-defined]
+        if isinstance(node, _PASSED_ON):
             return node
         if isinstance(node, Mapping):
             items = {k: self.walk(v) for k, v in node.items()}
-            if kind is dict:
-                return items
             by_name = dataclasses.is_dataclass(kind)
             return _rebuilt(kind, kind, **items) if by_name else _rebuilt(kind, kind, items)
         if isinstance(node, (tuple, list)):

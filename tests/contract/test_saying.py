@@ -197,4 +197,4 @@ def test_settings_are_told_by_what_changed(caplog: pytest.LogCaptureFixture) -> 
     ):
         _serve(twin)
     (told,) = _told(caplog)
-    assert told.endswith("From the nearest graph: settings: None → torch.bfloat16")
+    assert told.endswith("From the nearest graph: settings: autocast None → torch.bfloat16")
