@@ -55,7 +55,8 @@ class CaptureGate:
             self._inside[me] -= 1
             if not self._inside[me]:
                 del self._inside[me]
-            self._lock.notify_all()
+            if self._waiting is not None:  # only a capture waits for calls to leave
+                self._lock.notify_all()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
