@@ -8,6 +8,7 @@ and only replays run the body.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .buffers import copy_layout, empty_layout, skew_bytes
-from .errors import BreakFailed, CaptureAborted, Reason
+from .errors import BreakFailed, CaptureAborted, ConfigError, Reason
 from .tree import UnknownLeaf, freeze, map_tensors
 
 __all__ = [
@@ -111,8 +112,15 @@ def eager_on_graph(fn: Callable[P, R]) -> Callable[P, R]:
 
     Its body runs eagerly on every replay, on live arguments. Outside a capture it is `fn`.
     A replay in which its result has another shape, dtype, stride or Python value than recorded
-    is discarded and the whole call runs eagerly.
+    is discarded and the whole call runs eagerly. Raises `ConfigError` for anything but a function
+    or method that returns its result: a class, a module, a generator.
     """
+    is_function = inspect.isroutine(fn) and callable(fn)
+    if not is_function or inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        raise ConfigError(
+            "eager_on_graph: expected a function or method that returns its result, got "
+            f"{fn!r}; for a module mark its forward"
+        )
     site = BreakSite("function", f"{fn.__module__}.{fn.__qualname__}")
 
     @functools.wraps(fn)

@@ -8,7 +8,7 @@ is: `True`, `1` and `1.0` are three signatures, and None is not a tensor of zero
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .ambient import changed_settings, outside_modes
 from .buffers import same_view, skew_bytes, span_bytes
-from .tree import LeafKeys, UnknownLeaf, freeze
+from .errors import ConfigError
+from .tree import LeafKeys, UnknownLeaf, freeze, has_named_parts, has_own_key, untyped
 
 __all__ = ["CallForm", "Signature", "TensorSpec", "register_leaf", "registered_leaves", "sign"]
 
@@ -29,11 +30,16 @@ def register_leaf(kind: type, key: Callable[[object], Hashable]) -> None:
     """From now on objects of exactly `kind` enter signatures as `key(object)`.
 
     `key` must return a hashable value that changes whenever the object would change the result.
+    Raises `ConfigError` for no type or function, and for a type that is keyed by its values anyway.
     """
     if not isinstance(kind, type):
-        raise TypeError(f"register_leaf: expected a type, got {kind!r}")
+        raise ConfigError(f"register_leaf: expected a type, got {kind!r}")
     if not callable(key):
-        raise TypeError(f"register_leaf: expected a function as key, got {key!r}")
+        raise ConfigError(f"register_leaf: expected a function as key, got {key!r}")
+    if has_own_key(kind):
+        raise ConfigError(
+            f"register_leaf: {kind.__name__} is keyed by what it holds: register a type of your own"
+        )
     _leaf_keys[kind] = key
 
 
@@ -167,16 +173,21 @@ def _collect_numbers(node: Hashable, found: list[object]) -> None:
             _collect_numbers(item, found)
 
 
-def _name_leaves(node: Hashable, path: str, specs: object, found: dict[str, str]) -> None:
+def _name_leaves(
+    node: Hashable, path: str, specs: Iterator[TensorSpec], found: dict[str, str]
+) -> None:
     if node is Tensor:
-        found[path] = str(next(specs))  # type: ignore[call-overload]
+        found[path] = str(next(specs))
         return
     if not (isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], type)):
         return
     kind, value = node
-    if issubclass(kind, Mapping):
+    if kind in _leaf_keys:
+        found[path] = str(untyped(value))
+    elif has_named_parts(kind) and isinstance(value, tuple):
         for key, child in value:
-            _name_leaves(child, f"{path}.{key}" if path else str(key), specs, found)
+            name = str(key[1] if isinstance(key, tuple) else key)
+            _name_leaves(child, f"{path}.{name}" if path else name, specs, found)
     elif issubclass(kind, (tuple, list)) and kind is not torch.Size:
         for index, child in enumerate(value):
             _name_leaves(child, f"{path}[{index}]", specs, found)

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from enum import Enum
 from types import MappingProxyType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +23,20 @@ __all__ = [
     "LeafKeys",
     "UnknownLeaf",
     "freeze",
+    "has_named_parts",
+    "has_own_key",
     "map_tensors",
     "register_parts",
     "tensor_leaves",
     "typed",
     "unchanged",
+    "untyped",
 ]
 
 LeafKeys = Mapping[type, Callable[[object], Hashable]]
 _ORDINARY = (Tensor, nn.Parameter)
 _NO_KEYS: LeafKeys = MappingProxyType({})
+_CONTAINERS = (tuple, list, dict)
 _SELF_KEYED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, type, bytes)
 PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum, torch.Size)
 _PASSED_ON = (*PLAIN, torch.Generator)
@@ -96,11 +101,31 @@ def freeze(
         raise UnknownLeaf("size") from None
 
 
+def has_own_key(kind: type) -> bool:
+    """Whether `freeze` knows objects of `kind` by what they hold: no other key would be read, or
+    it would be read for every container of a call.
+    """
+    return issubclass(kind, Tensor) or kind in (bool, int, float, str, type(None), *_CONTAINERS)
+
+
+def has_named_parts(kind: type) -> bool:
+    """Whether an object of `kind` is frozen as pairs of a name and a part."""
+    return issubclass(kind, Mapping) or dataclasses.is_dataclass(kind) or kind in _known_by_parts
+
+
 def typed(key: Hashable) -> Hashable:
     """A key of a user's own making, in which 1, 1.0 and True differ, as do 0.0 and -0.0."""
     if isinstance(key, tuple):
         return (type(key), *map(typed, key))
     return (type(key), key.hex() if isinstance(key, float) else key)
+
+
+def untyped(frozen: Hashable) -> object:
+    """The key that `typed` was given, for people to read."""
+    kind, *values = cast("tuple[type, Hashable]", frozen)
+    if issubclass(kind, tuple):
+        return tuple(map(untyped, values))
+    return float.fromhex(cast(str, values[0])) if issubclass(kind, float) else values[0]
 
 
 class _Freezer:

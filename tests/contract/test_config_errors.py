@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import dit_graphs
 from dit_graphs import ConfigError, GraphConfig
+from dit_graphs.signature import registered_leaves
 from dit_graphs.wrapping import runner_of
 
 _BAD_CONFIGS = [
@@ -296,7 +299,37 @@ def test_weights_over_two_devices_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [3, "Linear", None])
 def test_register_leaf_wants_a_type_and_a_function(kind: object) -> None:
-    with pytest.raises(TypeError, match="type"):
+    with pytest.raises(ConfigError, match="type"):
         dit_graphs.register_leaf(kind, key=repr)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="function"):
-        dit_graphs.register_leaf(int, key="repr")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="function"):
+        dit_graphs.register_leaf(_Own, key="repr")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, float, str, type(None), dict, list])
+def test_a_type_that_is_keyed_by_its_values_takes_no_other_key(kind: type) -> None:
+    """A number's key would never be read, a dict's would stand for every container of a call."""
+    before = dict(registered_leaves())
+    with pytest.raises(ConfigError, match=f"{kind.__name__} is keyed by what it holds"):
+        dit_graphs.register_leaf(kind, key=repr)
+    assert registered_leaves() == before
+
+
+class _Own:
+    pass
+
+
+def _numbers(x: object) -> Iterator[object]:
+    yield x
+
+
+async def _later(x: object) -> object:
+    return x
+
+
+@pytest.mark.parametrize(
+    "marked", [3, None, nn.Linear, nn.Linear(2, 2), partial(print), _numbers, _later]
+)
+def test_only_what_returns_its_result_is_marked_as_a_break(marked: object) -> None:
+    """A marked class would be a function from then on, a marked generator runs after the break."""
+    with pytest.raises(ConfigError, match="eager_on_graph: expected a function or method"):
+        dit_graphs.eager_on_graph(marked)  # type: ignore[arg-type]

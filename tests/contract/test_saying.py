@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -198,3 +199,35 @@ def test_settings_are_told_by_what_changed(caplog: pytest.LogCaptureFixture) -> 
         _serve(twin)
     (told,) = _told(caplog)
     assert told.endswith("From the nearest graph: settings: autocast None → torch.bfloat16")
+
+
+# How a call is named.
+
+
+class Sized(dict):
+    """An options dict of a user's own, known by one of its values."""
+
+
+@dataclass
+class Guide:
+    weight: float
+    image: Tensor
+
+
+class Guided(nn.Module):
+    def forward(self, size: Sized, guide: Guide, steps: dict[int, int], x: Tensor) -> Tensor:
+        return x * size["n"] + guide.image * guide.weight + steps[3]
+
+
+def test_a_call_is_named_by_what_its_arguments_hold() -> None:
+    """Each tensor stands by its own name, and a registered object as its key was written."""
+    dit_graphs.register_leaf(Sized, key=lambda size: (size["n"], 0.5))
+    twin = Twin(Guided(), RECORDED)
+    where = twin.where
+    for index in range(4):
+        guide = Guide(1.5, where.randn(1, 2, seed=index))
+        twin(Sized(n=2), guide, {3: 5}, where.randn(4, 2, seed=index))
+    (graph,) = twin.runner.report()["graphs"]
+    assert graph["signature"] == (
+        "size (2, 0.5), guide.weight 1.5, guide.image 1×2 float32, steps.3 5, x 4×2 float32"
+    )
