@@ -51,6 +51,13 @@ class State(Enum):
     READY = "ready"
     BLOCKED = "blocked"
 
+    @property
+    def without_graph(self) -> str:
+        """Why there is no graph, where nothing forbids one."""
+        if self is State.SEEN:
+            return "called before, may be captured when it is called again"
+        return "no call of it was measured yet"
+
 
 @dataclass(slots=True)
 class StructurePlan:

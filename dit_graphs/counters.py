@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .errors import Reason
 
-__all__ = ["QUIET", "Mark", "RunnerStats", "log"]
+__all__ = ["QUIET", "Mark", "RunnerStats", "counted", "log"]
 
 Mark = tuple[int, Counter[Reason]]
 log = logging.getLogger("dit_graphs")
@@ -30,6 +30,11 @@ QUIET = frozenset(
         Reason.NO_CUDA,
     }
 )
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 break`, `2 breaks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(slots=True)
@@ -73,7 +78,7 @@ class RunnerStats:
             return
         self.details[reason] = detail
         level = logging.DEBUG if reason in QUIET else logging.WARNING
-        text = f"{reason.sentence}. {detail}".rstrip()
+        text = reason.told(detail)
         if differs:
             text = f"{text}. From the nearest graph: {'; '.join(differs)}"
         log.log(level, "%s: eager (%s): %s", self.component, reason, text)

@@ -82,6 +82,10 @@ class Reason(str, Enum):
         """What happened and what the user can do, in words."""
         return _SENTENCES[self]
 
+    def told(self, detail: str = "") -> str:
+        """The sentence, and in brackets what it was this time."""
+        return f"{self.sentence} ({detail})" if detail else self.sentence
+
 
 _SENTENCES: dict[Reason, str] = {
     Reason.WARMING_UP: "the signature was new: its first calls run eagerly before the capture",
@@ -97,7 +101,9 @@ _SENTENCES: dict[Reason, str] = {
     Reason.SIGNATURE_TOO_LARGE: "the arguments hold too many leaves to compare on every call",
     Reason.VARYING_SCALAR: "a Python number differs on every call; pass it as a tensor",
     Reason.WARMUP_ONLY: 'capture="warmup_only" and this signature was not warmed up',
-    Reason.HOST_READ: "the forward reads a device value on the host",
+    Reason.HOST_READ: (
+        "the forward reads a device value on the host; a function marked @eager_on_graph may"
+    ),
     Reason.HOST_COPY: "the forward copies between host and device memory",
     Reason.CONSTANT_CHANGED: "a constant built on the host differs from the observed one",
     Reason.CAPTURE_FAILED: "the capture raised",
@@ -147,7 +153,7 @@ class FallbackError(GraphError):
     """`strict=True` and a call could not use a graph. `reason` and `detail` say why."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"{reason}: {reason.sentence}. {detail}".rstrip())
+        super().__init__(f"{reason}: {reason.told(detail)}")
         self.reason = reason
         self.detail = detail
 

@@ -21,7 +21,7 @@ from .cache import Entry, GraphCache
 from .calls import Eager, RunnerOptions, resolve_backend
 from .capture import Capturer
 from .config import GraphConfig
-from .counters import RunnerStats, log
+from .counters import RunnerStats, counted, log
 from .errors import CaptureAborted, Reason
 from .forward import Forward, prepared
 from .intercept import Intercept
@@ -201,9 +201,10 @@ class GraphHolding:
         """One line about a new graph."""
         share = f", mostly eager: {recording.captured_fraction:.0%} captured"
         log.info(
-            "%s: captured %s: %s, %d segments, %d breaks, %.0f ms, %.1f MiB%s",
+            "%s: captured %s: %s, %s, %s, %.0f ms, %.1f MiB%s",
             self.stats.component, self.describe(entry.signature), entry.backend,
-            recording.segments, recording.breaks, entry.capture_ms, recording.nbytes / 2**20,
+            counted(recording.segments, "segment"), counted(recording.breaks, "break"),
+            entry.capture_ms, recording.nbytes / 2**20,
             share if recording.captured_fraction < MOSTLY_EAGER else "",
         )  # fmt: skip
 
@@ -362,8 +363,10 @@ class GraphHolding:
             if entry.is_held:
                 continue
             blocked = entry.blocked
-            why = f"{blocked[0]}: {blocked[1]}" if blocked is not None else entry.state.value
-            yield f"  no graph for {self.describe(entry.signature)}: {why}".rstrip()
+            why = entry.state.without_graph
+            if blocked is not None:
+                why = f"{blocked[0]}: {blocked[1]}" if blocked[1] else str(blocked[0])
+            yield f"  no graph for {self.describe(entry.signature)}: {why}"
             yield from (f"    {line}" for line in self._from_nearest(entry.signature))
 
     def describe(self, signature: Signature) -> str:

@@ -16,10 +16,10 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from .errors import ConfigError
 
-__all__ = ["CallIntercept", "Intercept", "MethodOverride", "find_intercept", "install"]
+__all__ = ["CALL", "CallIntercept", "Intercept", "MethodOverride", "find_intercept", "install"]
 
 Function = Callable[..., object]
-_CALL = "_compiled_call_impl"
+CALL = "_compiled_call_impl"
 
 
 class Intercept:
@@ -96,7 +96,7 @@ class CallIntercept(Intercept):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        super().__init__(module, _CALL, module.__dict__.get(_CALL))
+        super().__init__(module, CALL, module.__dict__.get(CALL))
 
     @property
     def original(self) -> Function:
@@ -173,5 +173,5 @@ def install(
 
 def find_intercept(module: nn.Module, method: str) -> Intercept | None:
     """The intercept on top of `module`'s calls (or of its `method`), if any user needs it."""
-    found = module.__dict__.get(_CALL if method == "forward" else method)
+    found = module.__dict__.get(CALL if method == "forward" else method)
     return found if isinstance(found, Intercept) and found.users else None

@@ -17,7 +17,7 @@ from .calls import device_of
 from .carrying import CarryingRunner
 from .config import GraphConfig
 from .errors import ConfigError
-from .intercept import Function, Intercept, find_intercept, install
+from .intercept import CALL, Function, Intercept, find_intercept, install
 from .memory import device_state
 from .runner import GraphRunner, RunnerOptions
 from .watch import BreakPolicy
@@ -54,8 +54,11 @@ def check_wrappable(module: object, method: str = "forward") -> nn.Module:
         raise ConfigError(f"expected a torch.nn.Module, got {type(module).__name__}")
     name = type(module).__name__
     own = getattr(type(module), method, None)
-    if (own is None or own is getattr(nn.Module, method, None)) and method not in vars(module):
-        raise ConfigError(f"{name} has no {method} of its own: pass a module that computes")
+    is_own = callable(own) and own is not getattr(nn.Module, method, None)
+    if not is_own and not callable(vars(module).get(method)):
+        if method == "forward":
+            raise ConfigError(f"{name} has no forward of its own: pass a module that computes")
+        raise ConfigError(f"{name} has no method {method}: pass the name of one it has")
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     if torch.device("meta") in devices:
         raise ConfigError(f"{name} is on the meta device: load its weights before wrapping")
@@ -127,6 +130,13 @@ def runner_of(module: nn.Module, method: str = "forward") -> GraphRunner | None:
     return serve if isinstance(serve, GraphRunner) else None
 
 
+def runners_of(module: nn.Module) -> dict[str, GraphRunner]:
+    """The runners behind the wrapped methods of a module, by method."""
+    methods = ("forward" if name == CALL else name for name in vars(module))
+    found = ((method, runner_of(module, method)) for method in methods)
+    return {method: runner for method, runner in found if runner is not None}
+
+
 def unwrap(module: M, *, method: str = "forward") -> M:
     """The module as before `wrap`; its graphs and their memory are released.
 
@@ -144,7 +154,7 @@ def _covered(module: nn.Module, method: str) -> Intercept | None:
     """What `wrap` put on the module, although somebody has put something over it since."""
     runners = [r for r in device_state(device_of(module)).holders if isinstance(r, GraphRunner)]
     found = [r.intercept for r in runners if r.module is module and r.intercept is not None]
-    name = method if method != "forward" else "_compiled_call_impl"
+    name = method if method != "forward" else CALL
     return next((intercept for intercept in found if intercept.name == name), None)
 
 

@@ -136,7 +136,7 @@ class Acceleration:
         attached = state_guard(part.module)()
         reason, text = Reason.UNSUPPORTED_MODEL, str(error)
         if attached is not None and attached[0] is Reason.OFFLOAD:
-            reason, text = attached[0], f"{attached[0].sentence}. {attached[1]}"
+            reason, text = attached[0], attached[0].told(attached[1])
         elif part.role != "text_encoder":
             raise error
         self._refused[part.label] = part.module, f"{reason}: {text}"

@@ -1,25 +1,30 @@
 """Owns what users read: `stats`, `explain`, and `disabled` for comparing by hand.
 
 Must never know how parts are wrapped. The surprising fact: a module that was only wrapped, in a
-loop of the user's own, is reported like a pipeline with one denoiser.
+loop of the user's own, is reported like a pipeline with one denoiser; a method beside `forward`
+goes by its own name.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from dit_graphs.counters import counted
 from dit_graphs.errors import ConfigError
 from dit_graphs.worth import MOSTLY_EAGER
-from dit_graphs.wrapping import runner_of
+from dit_graphs.wrapping import runners_of
 
 from .acceleration import acceleration_of
 from .installed import InstalledRunner
 
-__all__ = ["disabled", "explain", "misses", "stats"]
+__all__ = ["disabled", "explain", "misses", "not_called", "stats", "verified"]
+
+_KEYS = {"forward": "denoiser"}
+_TEXT_PHASES = ("decode", "prefill")
 
 
 def _runners_of(target: object) -> dict[str, InstalledRunner]:
@@ -27,10 +32,13 @@ def _runners_of(target: object) -> dict[str, InstalledRunner]:
     found = acceleration_of(target)
     if found is not None:
         return found.runners
-    runner = runner_of(target) if isinstance(target, nn.Module) else None
-    if runner is not None:
-        return {"denoiser": runner}
-    raise ConfigError(f"{type(target).__name__} is not accelerated: call accelerate() first")
+    wrapped = runners_of(target) if isinstance(target, nn.Module) else {}
+    if wrapped:
+        return {_KEYS.get(method, method): runner for method, runner in wrapped.items()}
+    raise ConfigError(
+        f"{type(target).__name__} is not accelerated: call accelerate(), or wrap() for one module, "
+        "first"
+    )
 
 
 def _refused(target: object) -> dict[str, str]:
@@ -57,14 +65,16 @@ def explain(target: object) -> str:
     """What ran from graphs and what did not, with each reason in words."""
     lines: list[str] = []
     idle: list[str] = []
+    is_pipeline = acceleration_of(target) is not None
     for label, runner in _runners_of(target).items():
+        label = label if is_pipeline else runner.stats.component  # as the log names it
         told = list(_explain_runner(label, runner))
         if len(told) == 1 and not runner.stats.replays:  # no call, no graph, no miss
             idle.append(label)
         else:
             lines.extend(told)
     if idle:
-        lines.append(f"not called: {', '.join(idle)}")
+        lines.append(not_called(idle))
     lines.extend(f"{label}: eager. {why}" for label, why in _refused(target).items())
     return "\n".join(lines) or "nothing is wrapped"
 
@@ -79,16 +89,27 @@ def _explain_runner(label: str, runner: InstalledRunner) -> Iterator[str]:
     assert isinstance(graphs, list)
     for graph in graphs:
         mostly = "mostly eager: " if graph["captured_fraction"] < MOSTLY_EAGER else ""
-        parts = [_counted(graph[what], what[:-1]) for what in ("segments", "breaks", "replays")]
+        parts = [counted(graph[what], what[:-1]) for what in ("segments", "breaks", "replays")]
         parts.insert(2, f"{mostly}{graph['captured_fraction']:.0%} captured")
         yield (
             f"  graph {graph['signature']}: {graph['backend']}, {', '.join(parts)}, "
-            f"verified {graph['verified']}"
+            f"{verified(graph)}"
         )
     for reason, count in runner.stats.fallbacks.most_common():
         detail = runner.stats.details.get(reason, "")
-        yield f"  {count} eager: {reason}: {reason.sentence}. {detail}".rstrip()
+        yield f"  {count} eager: {reason}: {reason.told(detail)}"
     yield from misses(runner)
+
+
+def not_called(labels: Sequence[str]) -> str:
+    """The parts that wait for a first call; `decode` alone would be taken for the VAE's."""
+    named = (f"{label} (of text)" if label in _TEXT_PHASES else label for label in labels)
+    return f"not called: {', '.join(named)}"
+
+
+def verified(graph: Mapping[str, object]) -> str:
+    """How many inputs had another value in a compare than in the capture."""
+    return f"verified {str(graph['verified']).replace('leaves', 'inputs')}"
 
 
 def misses(runner: InstalledRunner) -> Iterator[str]:
@@ -105,8 +126,3 @@ def disabled(target: object) -> Iterator[None]:
         for runner in runners.values():
             stack.enter_context(runner.switched_off())
         yield
-
-
-def _counted(number: int, noun: str) -> str:
-    """`1 break`, `2 breaks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -54,6 +54,7 @@ def wrap(
     carried = StepCache(module) if method == "forward" else None
     backend = config.backend_for(RunnerOptions().component)
     options = RunnerOptions(
+        label=_named(module, method),
         key=key,
         ignore=tuple(ignore),
         policy=break_policy(config),
@@ -67,8 +68,14 @@ def wrap(
         check_wrappable(module, method)
         unwrap(module, method=method)
     runner = wrap_with(module, config, options, method=method)
-    warn_of_other_config(type(module).__name__, runner, config)
+    warn_of_other_config(options.label, runner, config)
     return module
+
+
+def _named(module: nn.Module, method: str) -> str:
+    """What the log and `explain` call it: several wrapped modules are told apart."""
+    name = type(module).__name__
+    return name if method == "forward" else f"{name}.{method}"
 
 
 def _choices(config: GraphConfig, options: RunnerOptions) -> tuple[object, ...]:

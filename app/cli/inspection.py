@@ -123,7 +123,7 @@ def _guidance(
 def _components(pipe: DiffusionPipeline, numbers: Mapping[str, Any]) -> Iterator[str]:
     """Every component that was called; then those that were not, and those that cannot be."""
     from dit_graphs.pipelines.acceleration import acceleration_of
-    from dit_graphs.pipelines.reports import misses
+    from dit_graphs.pipelines.reports import misses, not_called
 
     acceleration = acceleration_of(pipe)
     assert acceleration is not None
@@ -135,17 +135,18 @@ def _components(pipe: DiffusionPipeline, numbers: Mapping[str, Any]) -> Iterator
         yield from _component(name, component)
         yield from misses(acceleration.runners[name])
     if idle:
-        yield f"not called: {', '.join(idle)}"
+        yield not_called(idle)
     for name, why in numbers["refused"].items():
         yield f"{name}: eager. {why}"
 
 
 def _component(name: str, numbers: Mapping[str, Any]) -> Iterator[str]:
+    held = sum(graph["nbytes"] or 0 for graph in numbers["graphs"])  # the pool is the device's
     outputs = numbers.get("output_bytes")
     of_it = f", {_bytes(outputs)} of it outputs" if outputs else ""
     yield (
         f"{name}: {numbers['captures']} captured, {numbers['replays']} replayed, "
-        f"{numbers['eager_calls']} eager, {_bytes(numbers['pool_bytes'])}{of_it}"
+        f"{numbers['eager_calls']} eager, {_bytes(held)}{of_it}"
     )
     if numbers.get("expected_speedup") is not None:
         yield f"  expect {numbers['expected_speedup']:.2f}x, by calls that were measured both ways"
@@ -153,12 +154,12 @@ def _component(name: str, numbers: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {graph['signature']}"
         yield f"    {_graph(graph)}"
     for reason, number in sorted(numbers["fallbacks"].items()):
-        detail = numbers["details"].get(reason)
-        why = f"; {detail}" if detail and detail not in _sentence(reason) else ""
-        yield f"  {number} eager: {reason}: {_sentence(reason)}{why}"
+        yield f"  {number} eager: {reason}: {_told(reason, numbers['details'].get(reason, ''))}"
 
 
 def _graph(graph: Mapping[str, Any]) -> str:
+    from dit_graphs.pipelines.reports import verified
+
     from .report import counted
 
     words = [
@@ -167,7 +168,7 @@ def _graph(graph: Mapping[str, Any]) -> str:
         counted(_number(graph["breaks"]), "break"),
         f"captured {_percent(graph['captured_fraction'])}",
         _bytes(graph["nbytes"]),
-        f"verified {graph['verified']}",
+        verified(graph),
     ]
     eager, replay = graph["eager_ms"], graph["replay_ms"]
     if eager and replay:
@@ -189,7 +190,7 @@ def _bytes(number: int | None) -> str:
     return f"{number / (1 << 20):.1f} MiB"
 
 
-def _sentence(reason: str) -> str:
+def _told(reason: str, detail: str) -> str:
     from dit_graphs.errors import Reason
 
-    return Reason(reason).sentence
+    return Reason(reason).told(detail)

@@ -1,7 +1,7 @@
 """Owns the label of every pass of a language model and the log line that carries it.
 
-Must never know graphs. The surprising fact: `cuda graph: True` is never printed without CUDA; the
-CPU recorder is named as such.
+Must never know graphs. The surprising fact: a CUDA graph is never spoken of without CUDA; the CPU
+recorder is named as such.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ def log_pass(
     device: torch.device,
     level: int = logging.DEBUG,
 ) -> None:
-    """One line: who, which mode, on what, and whether a graph served it."""
+    """One line: who, which mode, on what, and what served it."""
     if not log.isEnabledFor(level):
         return
-    on_cuda = device.type == "cuda"
-    recorder = " (cpu recorder)" if from_graph and not on_cuda else ""
-    served = from_graph and on_cuda
-    log.log(level, "%s %s: %s, cuda graph: %s%s", component, mode, what, served, recorder)
+    graph = "cuda graph" if device.type == "cuda" else "cpu recorder"
+    log.log(level, "%s %s: %s: %s", component, mode, what, graph if from_graph else "eager")

@@ -114,7 +114,8 @@ class EncodeRunner(GraphRunner):
             self._measure(call, result)
         log_pass(
             self.stats.component, ForwardMode.EXTEND,
-            f"encode {call.ids.shape[0]} × {call.tokens} tokens (bucket {call.bucket})",
+            f"encode {call.ids.shape[0]} × {call.tokens} tokens"
+            f"{f' (bucket {call.bucket})' if call.is_padded else ''}",
             from_graph=self.stats.replays > before, device=self.device, level=logging.INFO,
         )  # fmt: skip
         return result

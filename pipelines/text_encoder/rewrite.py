@@ -71,6 +71,10 @@ def rewrite_prompt(
 
 
 def _writer_of(pipe: object) -> _Writer:
+    if isinstance(pipe, nn.Module):
+        raise ConfigError(
+            f"expected a pipeline that has a language model, got the module {type(pipe).__name__}"
+        )
     parts = parts_of(pipe)
     names = [name for name in _WRITERS if isinstance(parts.get(name), nn.Module)]
     names.sort(key=lambda name: not can_write(parts[name]))

@@ -213,11 +213,14 @@ def test_inspect_measures_and_writes_no_file(more: More) -> None:
     assert "ZImagePipeline: 64x64, 3 steps, CFG batched" in text.out
     heads = re.findall(r"^(\w+): ", text.out, re.M)
     assert heads.count("denoiser") == heads.count("vae") == 1
-    assert re.search(r"^not called: .*decode, prefill$", text.out, re.M)
+    assert re.search(r"^not called: .*decode \(of text\), prefill \(of text\)$", text.out, re.M)
     assert "1 segment, 0 breaks" in text.out and "1 segments" not in text.out
     assert re.search(r"^denoiser: [1-9]\d* captured, [1-9]\d* replayed, \d+ eager", text.out, re.M)
     assert re.search(r"captured \d+\.\d %, .* eager \d+\.\d+ ms, replay \d+\.\d+ ms", text.out)
     assert "warming_up: the signature was new" in text.out
+    shown = r"^denoiser: .* eager, (\d+\.\d) MiB.*\n.*\n.*captured \d+\.\d %, (\d+\.\d) MiB, "
+    part, graph = re.search(shown, text.out, re.M).groups()
+    assert part == graph, "one graph: the part holds what it holds"
     found = json.loads(numbers.out)
     assert found["guidance"] == "CFG batched"
     assert found["runs"][0]["reasons"]["warming_up"] >= 2

@@ -333,3 +333,14 @@ def test_only_what_returns_its_result_is_marked_as_a_break(marked: object) -> No
     """A marked class would be a function from then on, a marked generator runs after the break."""
     with pytest.raises(ConfigError, match="eager_on_graph: expected a function or method"):
         dit_graphs.eager_on_graph(marked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["weight", "decode"])
+def test_a_method_the_module_has_not_is_refused_by_what_to_pass(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"Linear has no method {method}: pass the name of one"):
+        dit_graphs.wrap(nn.Linear(2, 2), method=method)
+
+
+def test_a_module_writes_no_prompts() -> None:
+    with pytest.raises(ConfigError, match=r"expected a pipeline .* got the module Linear"):
+        dit_graphs.rewrite_prompt(nn.Linear(2, 2), "a cat")

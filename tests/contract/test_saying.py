@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -82,7 +83,7 @@ def test_what_was_measured_is_said_once_per_component(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, logger="dit_graphs"):
         _serve(twin)
         _serve(twin, 5)
-    assert [text for text in _told(caplog) if "expect" in text] == ["module: expect 2.5x, +1.0 GiB"]
+    assert [text for text in _told(caplog) if "expect" in text] == ["Linear: expect 2.5x, +1.0 GiB"]
     stats = json.loads(json.dumps(dit_graphs.stats(twin.module)))["components"]["denoiser"]
     assert stats["expected_speedup"] == 2.5
     assert [graph["expected_speedup"] for graph in stats["graphs"]] == [2.5, 2.5]
@@ -99,7 +100,7 @@ def test_a_graph_that_saves_nothing_is_not_kept_and_says_so(
         _serve(twin, calls=3)
         assert twin.graphs == 0
         (told,) = [text for text in _told(caplog) if "compute" in text]
-        assert told.endswith("compute-bound: 1.04x, +1.0 GiB, not kept")
+        assert told.endswith("(compute-bound: 1.04x, +1.0 GiB, not kept)")
         _serve(twin, calls=6)
     assert len([text for text in _told(caplog) if "compute" in text]) == 1
     assert twin.fallbacks["compute_bound"] == 6
@@ -231,3 +232,59 @@ def test_a_call_is_named_by_what_its_arguments_hold() -> None:
     assert graph["signature"] == (
         "size (2, 0.5), guide.weight 1.5, guide.image 1×2 float32, steps.3 5, x 4×2 float32"
     )
+
+
+class TwoMethods(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def decode(self, z: Tensor) -> Tensor:
+        return z * 2
+
+
+def test_every_wrapped_method_is_reported_as_the_log_names_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A VAE of which only `decode` is wrapped has numbers, too."""
+    module = dit_graphs.wrap(TwoMethods(), backend="recorded", method="decode")
+    with caplog.at_level(logging.INFO, logger="dit_graphs"):
+        for index in range(5):
+            module.decode(RECORDED.randn(4, seed=index))
+    assert dit_graphs.stats(module)["components"]["decode"]["replays"] == 2
+    assert dit_graphs.explain(module).startswith("TwoMethods.decode: 2/5 ")
+    assert any(text.startswith("TwoMethods.decode: captured z 4") for text in _told(caplog))
+    with dit_graphs.disabled(module):
+        module.decode(RECORDED.randn(4, seed=9))
+    assert dit_graphs.stats(module)["components"]["decode"]["fallbacks"]["disabled"] == 1
+    dit_graphs.wrap(module, backend="recorded")
+    assert set(dit_graphs.stats(module)["components"]) == {"decode", "denoiser"}
+    assert dit_graphs.explain(module).endswith("not called: TwoMethods")
+
+
+def test_one_break_is_no_breaks(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dit_graphs"):
+        _serve(Twin(nn.Linear(8, 8), RECORDED))
+    assert any(": recorded, 1 segment, 0 breaks, " in text for text in _told(caplog))
+
+
+def test_a_read_on_the_host_says_how_it_may_stay() -> None:
+    """The advice is true: the same read in a marked function has its graphs."""
+    twin = Twin(Reads(), RECORDED)
+    _serve(twin)
+    assert "a function marked @eager_on_graph may (" in dit_graphs.explain(twin.module)
+    marked = Twin(Reads(eager_on_graph(_sign)), RECORDED)
+    _serve(marked)
+    assert marked.replays == 2
+
+
+def _sign(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+class Reads(nn.Module):
+    def __init__(self, sign: Callable[[Tensor], Tensor] = _sign) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sign(x * 2) + 1
