@@ -8,13 +8,15 @@ the scheduler a family ships with — and each difference is a different signatu
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from diffusers import ZImageTransformer2DModel
+from torch import Tensor, nn
 
 from benchmarks.equality import leaves, replaced
 
@@ -64,13 +66,19 @@ class Draw:
 InputsFunction = Callable[[Size, Draw], dict[str, object]]
 
 
+def _joint_attention_kwargs(kind: type[nn.Module]) -> dict[str, object]:
+    """The pipeline hands on what it was not given, where this diffusers has that argument."""
+    name = "joint_attention_kwargs"
+    return {name: None} if name in inspect.signature(kind.forward).parameters else {}
+
+
 def z_image(size: Size, draw: Draw) -> dict[str, object]:
     """Turbo: no guidance, one sample; a prompt of 64 tokens (its median is shorter)."""
     return {
         "x": [draw(16, 1, size.height // 8, size.width // 8)],
         "t": torch.tensor([0.4375]),
         "cap_feats": [draw(64, 2560)],
-        "joint_attention_kwargs": None,
+        **_joint_attention_kwargs(ZImageTransformer2DModel),
         "return_dict": False,
     }
 

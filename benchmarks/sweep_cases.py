@@ -14,8 +14,9 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import diffusers
 import torch
@@ -23,7 +24,18 @@ from torch import Tensor, nn
 
 from benchmarks.weights import randomise
 
-__all__ = ["CONFIGS", "Case", "Draw", "Inputs", "Kind", "Skipped", "Tree", "made"]
+__all__ = [
+    "CONFIGS",
+    "Case",
+    "Draw",
+    "Inputs",
+    "Kind",
+    "Skipped",
+    "Tree",
+    "UnknownClass",
+    "class_of",
+    "made",
+]
 
 CONFIGS = Path(__file__).with_name("sweep_configs.json")
 
@@ -63,9 +75,22 @@ def _configs() -> dict[str, Tree]:
     return configs
 
 
+class UnknownClass(LookupError):
+    """The diffusers that is installed is older than this class."""
+
+
+def class_of(name: str, home: str = "diffusers") -> Callable[..., Any]:
+    """A class of diffusers. Raises `UnknownClass` where this one has it not."""
+    try:
+        found: Callable[..., Any] = getattr(import_module(home), name)
+    except (AttributeError, ImportError):
+        raise UnknownClass(f"diffusers {diffusers.__version__} has no {name}") from None
+    return found
+
+
 def made(key: str) -> nn.Module:
     """A new model of sweep_configs.json; `key` is a class, or `class#variant`."""
-    module = getattr(diffusers, key.partition("#")[0])(**_configs()[key])
+    module = class_of(key.partition("#")[0])(**_configs()[key])
     assert isinstance(module, nn.Module)
     return module
 

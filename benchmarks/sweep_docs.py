@@ -80,10 +80,11 @@ LENGTHS = """\
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One result file: its rows by key, in their order, and where they were measured."""
+    """One result file: its rows by key, in their order, and what they were measured with."""
 
     rows: dict[str, Tree]
     machine: str
+    diffusers: str = ""  # the version
 
     @classmethod
     def read(cls, name: str) -> Column:
@@ -98,7 +99,9 @@ class Column:
             rows = f" ({number} row{'s' * (number > 1)})" if len(runs) > 1 else ""
             machines.setdefault(place, []).append(f"{run['commit'][:12]}{rows}")
         machine = "; ".join(f"{place}, commit {', '.join(c)}" for place, c in machines.items())
-        return cls({row["key"]: row for run in runs for row in run["rows"]}, machine)
+        rows_by_key = {row["key"]: row for run in runs for row in run["rows"]}
+        used = runs[-1]["machine"]["versions"].get("diffusers", "") if runs else ""
+        return cls(rows_by_key, machine, used)
 
 
 def rank(row: Tree) -> tuple[int, float]:
@@ -226,9 +229,8 @@ def write(path: Path = PAGE) -> Path:
 
 def current() -> str:
     """The page as the result files now have it."""
-    from importlib.metadata import version
-
     from benchmarks.sweep import SKIPPED
 
     skipped = [(one.name, one.why) for one in SKIPPED]
-    return page(Column.read(CPU), Column.read(GPU), skipped, version("diffusers"))
+    cpu = Column.read(CPU)
+    return page(cpu, Column.read(GPU), skipped, cpu.diffusers)

@@ -14,11 +14,10 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import diffusers
 import torch
 from torch import Tensor, nn
 
-from benchmarks.sweep_cases import Case, Draw, Inputs, Tree
+from benchmarks.sweep_cases import Case, Draw, Inputs, Tree, class_of
 
 __all__ = ["CASES", "ONE_BATCH", "ONE_SIZE", "TABLE"]
 
@@ -65,8 +64,6 @@ def _cases() -> Iterator[Case]:
     table: dict[str, Tree] = json.loads(TABLE.read_text())
     for key, entry in table.items():
         name = str(entry["class"])
-        if not hasattr(diffusers, name):
-            continue
         config, inputs = entry["init"], entry["inputs"]
         assert isinstance(config, dict) and isinstance(inputs, dict)
         yield Case(
@@ -83,7 +80,7 @@ def _cases() -> Iterator[Case]:
 
 def _maker(name: str, config: Tree) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        module = getattr(diffusers, name)(**config)
+        module = class_of(name)(**config)
         assert isinstance(module, nn.Module)
         return module
 

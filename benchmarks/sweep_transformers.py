@@ -8,15 +8,13 @@ graph would go unseen.
 from __future__ import annotations
 
 import torch
-from diffusers.models.transformers.transformer_sana_wm_refiner import (
-    SanaWMLTX2AudioVideoRotaryPosEmbed,
-)
-from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import Tensor
 
-from benchmarks.sweep_cases import Case, Draw, Skipped, Tree
+from benchmarks.sweep_cases import Case, Draw, Skipped, Tree, class_of
 
 __all__ = ["CASES", "SKIPPED", "valid_first"]
+
+_HOME = "diffusers.models.transformers"
 
 
 def valid_first(batch: int, length: int, dtype: torch.dtype = torch.bool) -> Tensor:
@@ -91,7 +89,7 @@ def _fibo2(draw: Draw, batch: int, width: int) -> Tree:
 
 def _wan_animate2(draw: Draw, batch: int, width: int) -> Tree:
     """A denoising step: 5 frames and their reference, whose keys and values are given."""
-    cache = WanAnimate2KVCache(2)
+    cache = class_of("WanAnimate2KVCache", f"{_HOME}.transformer_wan_animate_2")(2)
     for layer in cache.layer_caches:
         layer.store(draw(1, 8 * width, 2, 16), draw(1, 8 * width, 2, 16))
     return {
@@ -124,7 +122,8 @@ def _sana_wm(draw: Draw, batch: int, width: int) -> Tree:
 
 
 def _sana_wm_refiner(draw: Draw, batch: int, width: int) -> Tree:
-    rope = SanaWMLTX2AudioVideoRotaryPosEmbed(
+    make = class_of("SanaWMLTX2AudioVideoRotaryPosEmbed", f"{_HOME}.transformer_sana_wm_refiner")
+    rope = make(
         dim=16,
         patch_size=1,
         patch_size_t=1,

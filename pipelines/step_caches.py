@@ -79,6 +79,23 @@ def _hooks_of(block: nn.Module) -> dict[str, Any]:
     return found
 
 
+def _context_of(hook: Any) -> str | None:
+    """The name of the cache context that the hook's states are kept for; None outside of one."""
+    manager = hook.state_manager
+    if hasattr(manager, "_context"):
+        found: str | None = getattr(manager._context, "name", None)
+    else:  # diffusers before 0.41 has no more than the name
+        found = manager._current_context
+    return found
+
+
+def _context(name: str) -> object:
+    from diffusers.hooks import hooks
+
+    make = getattr(hooks, "CacheContext", None)
+    return make(name=name) if make is not None else name
+
+
 def _leading_hook(module: nn.Module) -> tuple[str, Any] | None:
     """The hook that decides: diffusers puts it on the first block of the first list of blocks."""
     for child in module._modules.values():  # read on every step: `children()` builds a set
@@ -111,17 +128,17 @@ class _FirstBlock:
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
-        self._verdicts: dict[str, bool] = {}
+        self._verdicts: dict[str | None, bool] = {}
         self._branch: Hashable = None
         self._compare: Callable[[Tensor], bool] = getattr(hook, _DECISION)
 
     def begin(self) -> object | None:
-        context = self.hook.state_manager._context
+        context = _context_of(self.hook)
         if context is None:
             return None  # outside of cache_context the hook raises
         # without a residual to compare with nothing is decided: every block runs
         is_first = self._state.head_block_residual is None
-        self._branch = "first" if is_first else self._verdicts.get(context.name, True)
+        self._branch = "first" if is_first else self._verdicts.get(context, True)
         return self.take()
 
     @property
@@ -163,7 +180,7 @@ class _FirstBlock:
     def verdict(self, residual: Tensor) -> bool:
         """What the hook says of this step's residual."""
         found = bool(self._compare(residual))
-        self._branch = self._verdicts[self.hook.state_manager.context.name] = found
+        self._branch = self._verdicts[_context_of(self.hook)] = found
         return found
 
 
@@ -191,10 +208,8 @@ class _Magnitude:
         return self.hook.state_manager.get_state()
 
     def begin(self) -> object:
-        if self.hook.state_manager._context is None:
-            from diffusers.hooks.hooks import CacheContext
-
-            self.hook.state_manager.set_context(CacheContext(name="inference"))  # as the hook does
+        if _context_of(self.hook) is None:
+            self.hook.state_manager.set_context(_context("inference"))  # as the hook does
         state = self._state
         residual = state.previous_residual
         before = {name: getattr(state, name) for name in _MAG_NUMBERS}

@@ -12,11 +12,11 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
-from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import Tensor, nn
 
 import dit_graphs
 from benchmarks.sweep import CASES
+from benchmarks.sweep_cases import class_of
 from dit_graphs.wrapping import runner_of
 
 Tree = dict[str, object]
@@ -65,11 +65,12 @@ def _all_different(cache: object) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore")
 def test_qwen_image_reads_the_cache_its_first_step_filled() -> None:
     key = "QwenImage21Transformer2DModel"
+    home = "diffusers.models.transformers.transformer_qwenimage21"
     pair = _Pair(key)
 
     def request(number: int) -> Callable[[nn.Module], list[Tensor]]:
         def serve(module: nn.Module) -> list[Tensor]:
-            cache = QwenImage21KVCache(2)
+            cache = class_of("QwenImage21KVCache", home)(2)
             found = []
             for step in range(6):
                 inputs = CASES[key].draw(100 * number + step, 1, 1)

@@ -13,7 +13,7 @@ import diffusers
 import pytest
 import tiny
 import torch
-from diffusers.hooks import apply_first_block_cache
+from diffusers.hooks import apply_first_block_cache, hooks
 from pair import Pair
 
 import dit_graphs
@@ -22,6 +22,11 @@ from dit_graphs.wrapping import runner_of
 
 # where the tiny models' residuals change by about as much, so that both decisions occur
 THRESHOLDS = {"flux": 0.7, "wan22": 0.42, "qwen-image": 1.1}
+
+
+# before 0.41 diffusers itself raises in the first picture after a cache came to a used pipeline
+OLD = not hasattr(hooks, "CacheContext")
+finds_late_caches = pytest.mark.skipif(OLD, reason="this diffusers forgets a cache enabled late")
 
 
 def _first_block(threshold: float) -> diffusers.FirstBlockCacheConfig:
@@ -148,6 +153,7 @@ def test_b55_a_forward_that_raises_leaves_what_plain_leaves(make: Callable[[], o
     assert pair.replays >= 24
 
 
+@finds_late_caches
 def test_b55_switched_on_and_off_between_graphs() -> None:
     """Enabled after graphs existed, enabled past `enable_cache`, at another threshold, disabled."""
     pair = Pair("flux")
@@ -233,6 +239,8 @@ _EAGER: dict[str, tuple[str, Callable[[object], object]]] = {
 def test_b55_other_caches_stay_eager_with_one_reason(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if OLD and kind == "TaylorSeer":
+        pytest.skip("this diffusers forgets a cache enabled late")
     name, enable = _EAGER[kind]
     pair = Pair(name)
     pair.latents()

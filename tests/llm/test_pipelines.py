@@ -28,7 +28,8 @@ def test_pipelines_that_write_do_so_from_graphs(name):
     components = dit_graphs.stats(writer.pipe)["components"]
     decode = components["decode"]
     rows = 2 if name in ("flux2", "longcat") else 1
-    assert decode["replays"] >= decode["new_tokens"] // rows - 2 > 8
+    # the weights are random, and with some releases of transformers such a text ends early
+    assert decode["replays"] >= decode["new_tokens"] // rows - 2 > 2
     assert set(decode["fallbacks"]) == {"warming_up"}
     with_pictures = name in ("glm-image", "layered")
     reading = "generate_argument" if with_pictures else "warming_up"
@@ -40,6 +41,8 @@ def test_pipelines_that_write_do_so_from_graphs(name):
 
 @pytest.mark.parametrize("name", ["z-image", "flux2-klein", "qwen-image", "wan", "sd3"])
 def test_prompts_are_encoded_from_graphs_and_pictures_stay_the_same(name):
+    if name == "wan":
+        tiny_llms.needs_ready_masks("umt5")
     prompts = ["a red heart", "a red heart", "a red heart", "a blue star"]  # equal lengths
     pipe = tiny.build(name)
     calls = [tiny.call_kwargs(name, steps=1, prompt=prompt) for prompt in prompts]

@@ -14,6 +14,7 @@ from both import Both, picture
 from torch import nn
 
 import dit_graphs
+from benchmarks.sweep_cases import class_of
 from dit_graphs.pipelines.components import components_of
 from dit_graphs.pipelines.mutators import PIPELINE_MUTATORS
 from dit_graphs.request_scope import current_request
@@ -120,7 +121,7 @@ def test_an_autoencoder_under_another_name_is_served() -> None:
     ],
 )
 def test_diffusers_autoencoders_are_known_by_their_class(name: str, kind: str) -> None:
-    module = nn.Module.__new__(getattr(diffusers, kind))
+    module = nn.Module.__new__(class_of(kind))
     nn.Module.__init__(module)
     assert [(part.role, part.method) for part in components_of({name: module})][:1] == [
         ("vae", "decode")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import transformers as tf
+from packaging.version import Version
 from torch import nn
 
 HIDDEN = 32
@@ -32,6 +34,7 @@ _TEXT = {
     "eos_token_id": EOS,
 }
 Options = dict[str, object]
+TRANSFORMERS = Version(tf.__version__)
 _VISION = {
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
@@ -194,3 +197,9 @@ def prompts(lengths: list[int], *, seed: int = 0, side: str = "left") -> dict[st
         where = slice(width - length, width) if side == "left" else slice(0, length)
         ids[row, where], mask[row, where] = tokens, 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def needs_ready_masks(name: str) -> None:
+    """Skips where this transformers lets UMT5 take no mask but its own: such a call stays eager."""
+    if name == "umt5" and Version("5.15") > TRANSFORMERS:
+        pytest.skip("UMT5 takes a mask that is ready from transformers 5.15 on")
