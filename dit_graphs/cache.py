@@ -230,8 +230,8 @@ class GraphCache:
         self._close = WeakMethod(close) if isinstance(close, MethodType) else lambda: close
         self._now = 0
         self._request: int | None = None
-        self._scalars: dict[int, deque[tuple[object, ...]]] = {}
-        self._varying: dict[Hashable, None] = {}
+        self._scalars: dict[int, deque[Signature]] = {}
+        self._varying: dict[Hashable, str] = {}  # by signature without numbers
 
     def find(self, signature: Signature, request: int | None) -> Entry | None:
         """The entry of a signature seen before, its use counted; None for a new one."""
@@ -254,25 +254,25 @@ class GraphCache:
     def _warmth(self, entry: Entry) -> float:
         return entry.heat * float(0.5 ** ((self._now - entry.last_use) / _HALF_LIFE))
 
-    def varies(self, signature: Signature) -> bool:
-        """Whether a Python number of this new signature differed on each of three calls in a row.
+    def varying(self, signature: Signature) -> str | None:
+        """The arguments of a new signature whose Python number differed in three calls in a row.
 
         A strength that changes between generations does not count: it repeats within one.
         """
         masked = signature.without_numbers()
         if masked in self._varying:
-            return True
+            return self._varying[masked]
         seen = self._scalars.setdefault(hash(masked), deque(maxlen=3))
-        seen.append(signature.numbers())
+        seen.append(signature)
         _bound(self._scalars)
         if len(seen) < 3:
-            return False
-        columns = zip(*seen, strict=True)
-        if any(len(set(column)) == 3 for column in columns):
-            self._varying[masked] = None
-            _bound(self._varying)
-            return True
-        return False
+            return None
+        columns = zip(*[one.numbers() for one in seen], strict=True)
+        if not any(len(set(column)) == 3 for column in columns):
+            return None
+        self._varying[masked] = _names_of_different(list(seen))
+        _bound(self._varying)
+        return self._varying[masked]
 
     def add(
         self,
@@ -372,6 +372,13 @@ class GraphCache:
         for entry in held:
             entry.release()
         return len(held)
+
+
+def _names_of_different(signatures: list[Signature]) -> str:
+    """The arguments that differ in each of these; the last call where none has a name."""
+    leaves = [signature.leaves() for signature in signatures]
+    names = [n for n in leaves[-1] if len({each.get(n) for each in leaves}) == len(leaves)]
+    return ", ".join(names) or signatures[-1].describe()
 
 
 def _looks_like_one(entry: Entry, known: list[Entry]) -> bool:

@@ -130,8 +130,9 @@ class GraphRunner(Learning):
         entry = self.cache.find(signature, number)
         if entry is None:
             check_tensors(tensors, self.device)
-            if self.cache.varies(signature):
-                raise CaptureAborted(Reason.VARYING_SCALAR, signature.describe())
+            varying = self.cache.varying(signature)
+            if varying is not None:
+                raise CaptureAborted(Reason.VARYING_SCALAR, varying)
             entry = self.cache.add(signature, self.options.policy, number, self._own_key())
         if entry.taken and holds_twice(arguments):
             raise CaptureAborted(Reason.PYTHON_STATE, GIVEN_TWICE)

@@ -126,11 +126,11 @@ class Signature:
 
     def describe(self) -> str:
         """The call in words: each argument with its shape and dtype, other leaves by value."""
-        return ", ".join(f"{name} {text}" for name, text in self._leaves().items()) or "no args"
+        return ", ".join(f"{name} {text}" for name, text in self.leaves().items()) or "no args"
 
     def diff(self, other: Signature) -> list[str]:
         """One line per leaf or setting in which `other` differs from this signature."""
-        mine, theirs = self._leaves(), other._leaves()
+        mine, theirs = self.leaves(), other.leaves()
         lines = [
             f"{name}: {mine.get(name, 'absent')} → {theirs.get(name, 'absent')}"
             for name in [*mine, *(n for n in theirs if n not in mine)]
@@ -149,7 +149,8 @@ class Signature:
             lines.append("containers or None arguments differ")
         return lines
 
-    def _leaves(self) -> dict[str, str]:
+    def leaves(self) -> dict[str, str]:
+        """Each leaf that has a name, in words."""
         found: dict[str, str] = {}
         _name_leaves(self.structure, "", iter(self.tensors), found)
         return found

@@ -79,6 +79,19 @@ def test_a_number_that_differs_on_every_call_is_never_captured_per_value(where: 
     assert twin.fallbacks["varying_scalar"] >= 20
 
 
+def test_the_number_that_differs_is_named_and_none_else(where: Where) -> None:
+    class Steps(nn.Module):
+        def forward(self, x: Tensor, options: dict[str, object], t: float, scale: float) -> Tensor:
+            return x * t * scale + options["shift"]
+
+    twin = Twin(Steps(), where)
+    with dit_graphs.request(total_steps=12):
+        for step in range(12):
+            given = {"shift": step, "name": "a"}
+            twin(where.randn(4, seed=step), given, 0.9 - 0.05 * step, 0.5)
+    assert twin.details["varying_scalar"] == "options.shift, t"
+
+
 def test_a_strength_that_differs_between_requests_is_captured(where: Where) -> None:
     class Steps(nn.Module):
         def forward(self, x: Tensor, strength: float) -> Tensor:

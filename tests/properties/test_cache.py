@@ -145,12 +145,14 @@ def test_what_is_known_of_code_paths_and_numbers_is_bounded() -> None:
     cache = GraphCache(2, lambda entry: entry.release())
     for call in range(2600):
         signature = sign({"prompt": str(call), "strength": call / 7}, None, None, [])
-        assert cache.find(signature, call) is None and not cache.varies(signature)
+        assert cache.find(signature, call) is None and cache.varying(signature) is None
         cache.add(signature, BreakPolicy(), call)
     for known in (cache.plans, cache._scalars):
         assert len(known) == 2048
     numbers = [sign({"x": 1, "strength": call / 7}, None, None, []) for call in range(9)]
-    assert [cache.varies(signature) for signature in numbers] == [False] * 2 + [True] * 7
+    assert [cache.varying(signature) is not None for signature in numbers] == [False] * 2 + [
+        True
+    ] * 7
 
 
 def test_another_thread_may_add_an_entry_while_all_are_given_a_chance(
