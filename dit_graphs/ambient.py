@@ -111,10 +111,8 @@ def foreign_mode(device: torch.device) -> Reason | None:
 
 def ambient_state(device: torch.device) -> Hashable:
     """A hashable value of everything outside the call that selects kernels or precision."""
-    kind = device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (
-        autocast,
+        _autocast(device.type),
         *[getter() for getter in _SETTINGS],
         *[int(getter()) for getter in _AS_NUMBERS],
         tuple(torch._C._get_sdp_priority_order()),
@@ -135,9 +133,11 @@ def changed_settings(mine: Hashable, theirs: Hashable) -> str:
 
 def casting(device: torch.device) -> Hashable:
     """Autocast and the default dtype: what a caller turns between two calls, as a rule."""
-    kind = device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return autocast, torch.get_default_dtype()
+    return _autocast(device.type), torch.get_default_dtype()
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _precision() -> list[Hashable]:

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from twin import Twin, Where
 
 import dit_graphs
+from dit_graphs.cache import Entry, StructurePlan
 from dit_graphs.errors import Reason
+from dit_graphs.pauses import Pauses
+from dit_graphs.request_scope import Request
+from dit_graphs.signature import sign
+from dit_graphs.watch import BreakPolicy
 
 
 class Plain(nn.Module):
@@ -155,6 +160,32 @@ def test_what_a_call_emptied_is_not_what_was_put_off(where: Where) -> None:
         runner._pause(entry, call, 10, (Reason.NOT_ADMITTED, ""))
         given = where.randn(3, 8), emptied
         assert runner._pauses.find(request, given, {}, runner._setting) is None
+
+
+def _paused(*calls: tuple[object, ...]) -> tuple[Pauses, Request]:
+    pauses, request = Pauses(), Request(9)
+    for args in calls:
+        entry = Entry(sign("call", None, None, []), StructurePlan(BreakPolicy()))
+        pauses.add(request, (args, {}), entry, (Reason.NOT_ADMITTED, ""), 5, None)
+    return pauses, request
+
+
+def test_calls_too_large_for_a_glimpse_are_not_all_one() -> None:
+    pauses, request = _paused((object(),))
+    assert pauses.find(request, (object(),), {}, lambda: None) is None
+
+
+def test_how_values_are_grouped_is_seen() -> None:
+    pauses, request = _paused(([1, 2], []))
+    assert pauses.find(request, ([1, 2], []), {}, lambda: None) is not None
+    for other in (([1], [2]), ([], [1, 2]), ((1, 2), [])):
+        assert pauses.find(request, other, {}, lambda: None) is None
+
+
+def test_a_request_of_ever_new_calls_keeps_few_pauses() -> None:
+    pauses, request = _paused(*((number,) for number in range(80)))
+    found = [pauses.find(request, (n,), {}, lambda: None) is not None for n in range(80)]
+    assert found == [True] * 64 + [False] * 16
 
 
 def _holding_itself() -> list[object]:
