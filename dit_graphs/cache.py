@@ -16,6 +16,7 @@ from typing import TypeVar
 from weakref import WeakMethod
 
 import torch
+from torch import Tensor
 
 from .backends.base import Recording
 from .buffers import clone_layout
@@ -108,6 +109,7 @@ class Entry:
     inputs: StaticInputs | None = None
     taken: tuple[Taken, ...] = ()  # what the forward takes out of the caller's containers
     private: frozenset[int] = frozenset()  # storages in which no argument may lie
+    reads: tuple[Tensor, ...] = ()  # of its module, weights aside: what its graph never writes
     may_draw: bool = True  # random numbers, where no pass was watched; a compare tells
     recording: Recording[object] | None = None
     clock: Stopwatch | None = None
@@ -174,7 +176,7 @@ class Entry:
         if self.inputs is not None:
             self.inputs.close()
         self.recording, self.inputs = None, None
-        self.observation = None
+        self.observation, self.reads = None, ()
         if self.state in (State.CAPTURED, State.READY):
             self.state = State.SEEN
         self.lost_calls, self.replays = 0, 0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .admission import Admission
 from .aliasing import SHARED_WRITE, private_storages, shares_writes
@@ -28,6 +28,7 @@ from .escapes import Escapes
 from .forward import Forward
 from .memory import DeviceState
 from .observer import CaptureLog, Guard, HostRead, Observation, Observer, breaking_modules
+from .op_traits import storage_key
 from .static_inputs import StaticInputs
 from .tree import UnknownLeaf, map_tensors
 from .verify import Verdict, verify_call
@@ -245,6 +246,7 @@ class Capturer(Admission):
                 raise CaptureAborted(Reason.STATE_ESCAPED, escaped)
             inputs.rebind_always, entry.taken = observation.written_inputs, call.taken
             entry.private = private_storages(observation, self.forward.module)
+            entry.reads = _tables(recording.reads(), python.tensors())
             entry.recording, entry.backend, entry.state = recording, name, State.CAPTURED
             entry.capture_ms = (time.perf_counter() - started) * 1e3
             self.state.may_hold_graphs = True
@@ -305,6 +307,12 @@ def _bound_buffers(entry: Entry, tensors: list[Tensor], device: torch.device) ->
     except Exception as error:
         raise refusal_of(error) from error
     return inputs
+
+
+def _tables(read: frozenset[int], held: list[Tensor]) -> tuple[Tensor, ...]:
+    """What a module holds of that memory, its parameters aside, which no forward writes."""
+    own = {storage_key(tensor): tensor for tensor in held if type(tensor) is not nn.Parameter}
+    return tuple(tensor for key, tensor in own.items() if key in read)
 
 
 def _own(output: object) -> object:

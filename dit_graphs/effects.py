@@ -48,7 +48,7 @@ class _Attributes:
         self._lists: list[tuple[str, list[object], list[object]]] = []
         self._sets: list[tuple[str, set[object], set[object]]] = []
         self._seen: set[int] = set()
-        self._listed: set[int] = set()  # storages of tensors in lists and tuples
+        self._listed: list[Tensor] = []  # in lists and tuples
         self._derived: set[str] = set()
         for path, child in (pair for module in modules for pair in module.named_modules()):
             self._derived.update(f"{path}.{name}".lstrip(".") for name in derived_names(child))
@@ -97,8 +97,12 @@ class _Attributes:
 
     def storage_keys(self) -> set[int]:
         """The storages of all tensors that stood somewhere in here when this was made."""
+        return set(map(storage_key, self.tensors()))
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that stood somewhere in here when this was made."""
         named = (value for _, names, _ in self._dicts for value in names.values())
-        return self._listed | _storage_keys(named)
+        return [value for value in (*self._listed, *named) if isinstance(value, Tensor)]
 
     def _keep_dict(self, path: str, held: dict[str, object], depth: int) -> None:
         if id(held) in self._seen:
@@ -130,7 +134,7 @@ class _Attributes:
         if isinstance(value, dict):
             self._keep_dict(path, value, depth)
         elif isinstance(value, (list, tuple)):
-            self._listed |= _storage_keys(value)
+            self._listed.extend(item for item in value if isinstance(item, Tensor))
             if isinstance(value, list):
                 self._lists.append((path, value, list(value)))
             for index, item in enumerate(value if depth else ()):
@@ -148,10 +152,6 @@ def storages_in(values: Iterable[object]) -> set[int]:
     reached = _Attributes([], _BREAK_DEPTH, follows=True)
     reached._keep("", tuple(values), _BREAK_DEPTH)
     return reached.storage_keys()
-
-
-def _storage_keys(values: Iterable[object]) -> set[int]:
-    return {storage_key(value) for value in values if isinstance(value, Tensor)}
 
 
 class HostRandom:

@@ -7,13 +7,14 @@ started; where that cannot be had again, the caller decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from .buffers import version_of
-from .cache import Entry
+from .cache import Entry, State
 from .calls import Call
 from .counters import log
 from .errors import FallbackError, Reason, forget_refusals
@@ -60,7 +61,8 @@ class EagerCalls(GraphHolding):
         may_repeat = not is_foreign and self.state.may_hold_graphs  # it takes the memory of some
         start = _Start(self.state, args, kwargs) if may_repeat else None
         try:
-            return self.call_eager(*args, **kwargs)
+            with self._noting_writes():
+                return self.call_eager(*args, **kwargs)
         except torch.OutOfMemoryError:
             held = self.state.pool_bytes()
             if not self.state.retire():
@@ -79,6 +81,21 @@ class EagerCalls(GraphHolding):
             raise
         return self.call_eager(*args, **kwargs)
 
+    @contextmanager
+    def _noting_writes(self) -> Iterator[None]:
+        """Inside, a forward runs eagerly. Graphs that read what it wrote are compared once more.
+
+        A table that a forward fills anew where the size changes is never filled by a replay.
+        """
+        held = self.cache.held() if self.state.may_hold_graphs else ()
+        read = [(entry, entry.reads, _versions(entry.reads)) for entry in held if entry.reads]
+        try:
+            yield
+        finally:
+            for entry, reads, before in read:
+                if entry.state is State.READY and _versions(reads) != before:
+                    entry.state = State.CAPTURED
+
     def _start_of(self, call: Call) -> _Start | None:
         """What a pass over the call's buffers starts from, where its bits may not be eager's."""
         if any(not tensor.dim() and tensor.device != self.device for tensor in call.tensors):
@@ -94,6 +111,10 @@ class EagerCalls(GraphHolding):
             return result
         start.put_back()
         return repeatable(self.call_eager, call.args, call.kwargs, entry.taken)()
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> list[int | None]:
+    return list(map(version_of, tensors))
 
 
 class _Start:

@@ -144,7 +144,8 @@ class Learning(CheckedCalls):
         self._watch.before_pass()
         refused, start = None, self._start_of(call)
         try:
-            result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
+            with self._noting_writes():
+                result = self._capturer.observe(entry, call.positional, call.named, call.tensors)
         except CaptureAborted as refusal:
             refused = refusal.with_traceback(None)  # its frames hold what the pass computed
         if refused is not None:

@@ -280,6 +280,8 @@ class CaptureLog(Protocol):
 
     def may_write(self, tensor: Tensor) -> bool: ...
 
+    def note_written(self, tensor: Tensor) -> None: ...
+
     def is_rewritten(self, tensor: Tensor) -> bool: ...
 
 
@@ -337,16 +339,15 @@ class Guard(Watch):
             raise CaptureAborted(Reason.COLLECTIVE, f"{traits.name} at {caller_location()}")
         # a way that the observed pass did not take, because it filled a cache, or another size's:
         # what the compare could not undo must not be in it
-        if any(not self._may_write(tensor) for tensor in written):
-            self._refuse(f"{traits.name}: a write not observed yet")
+        for tensor in written:
+            is_own = tensor.device.type != self.device.type or storage_key(tensor) in self._recalled
+            if not (is_own or self._log.may_write(tensor)):
+                self._refuse(f"{traits.name}: a write not observed yet")
+            self._log.note_written(tensor)
         if self._is_observed:
             return
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             self._refuse("draws from a generator, not observed yet")
-
-    def _may_write(self, tensor: Tensor) -> bool:
-        is_own = self._log.may_write(tensor) or storage_key(tensor) in self._recalled
-        return is_own or tensor.device.type != self.device.type
 
     def _refuse(self, detail: str) -> None:
         reason = Reason.STATE_CHANGED if self._is_observed else Reason.CAPTURE_FAILED

@@ -213,7 +213,8 @@ class GraphRunner(Learning):
         eager = repeatable(self.call_eager, call.args, call.kwargs, taken)
         try:
             settled = self._watch.is_as_adopted
-            verdict = verify_call(self.state, entry, call.tensors, eager, settled)
+            with self._noting_writes():
+                verdict = verify_call(self.state, entry, call.tensors, eager, settled)
         except BreakFailed as failure:
             return self._drop(entry, call, failure.reason, failure.detail)
         except CaptureAborted as refusal:

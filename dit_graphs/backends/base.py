@@ -69,6 +69,9 @@ class Recording(Protocol, Generic[T_co]):
     def held(self) -> list[object]:
         """What its breaks are given, as it is kept for their next run."""
 
+    def reads(self) -> frozenset[int]:
+        """The storages outside of it that its graph reads and does not write, inputs aside."""
+
     def close(self) -> None:
         """Everything the recording held is released; it is never replayed again."""
 
@@ -105,6 +108,7 @@ class BreakLog:
         self.bound: list[BoundBreak] = []
         self.externals: dict[int, Tensor] = {storage_key(t): t.detach() for t in plan.externals}
         self._produced: set[int] = set()
+        self._rewrites: set[int] = set()
         self._inputs = {storage_key(tensor) for tensor in plan.inputs}
         self._written = {storage_key(t) for t in (*plan.written_inputs, *plan.externals)}
 
@@ -118,6 +122,10 @@ class BreakLog:
             key = storage_key(part)
             if key and not (key in self._produced or key in self._inputs or key in self.externals):
                 self.externals[key] = part.detach()
+
+    def note_written(self, tensor: Tensor) -> None:
+        """Every replay writes this memory: the observed pass may have done so once."""
+        self._rewrites.add(storage_key(tensor))
 
     def note_launch(self) -> None:
         """One more kernel launch lies in a segment."""
@@ -174,6 +182,10 @@ class BreakLog:
     def held(self) -> list[object]:
         """What the breaks are given, as it is kept for their next run."""
         return [value for bound in self.bound for value in (*bound.args, *bound.kwargs.values())]
+
+    def reads(self) -> frozenset[int]:
+        """The storages outside that are read here and not written, inputs aside."""
+        return frozenset(self.externals.keys() - self._rewrites)
 
     def produced_outputs(self, output: object) -> list[Tensor]:
         """The output tensors a replay rewrites (not inputs or weights handed through)."""

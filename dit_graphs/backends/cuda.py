@@ -213,6 +213,9 @@ class CudaRecording(Generic[T]):
     def held(self) -> list[object]:
         return self._session.held()
 
+    def reads(self) -> frozenset[int]:
+        return self._session.reads()
+
     def close(self) -> None:
         self._steps = ()
         self._session.discard()

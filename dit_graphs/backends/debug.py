@@ -112,6 +112,9 @@ class DebugRecording(Generic[T]):
     def held(self) -> list[object]:
         return self._log.held()
 
+    def reads(self) -> frozenset[int]:
+        return self._log.reads()
+
     def close(self) -> None:
         self._fn = None
         self._log.externals.clear()

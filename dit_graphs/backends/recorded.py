@@ -248,6 +248,9 @@ class RecordedRecording(Generic[T]):
     def held(self) -> list[object]:
         return self._session.held()
 
+    def reads(self) -> frozenset[int]:
+        return self._session.reads()
+
     def close(self) -> None:
         self._steps = ()
         self._session.release()

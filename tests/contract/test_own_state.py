@@ -162,3 +162,115 @@ def test_a_memory_that_another_size_exchanges_takes_its_graphs_along(
     twin = Twin(OneSize(), where, capture=capture)
     for seed, size in enumerate(rows):
         _steps(twin, where, size, 1, seed)
+
+
+class Table(nn.Module):
+    """One table, filled anew in place where the size is not the one before's."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.size = [0]
+        table = torch.zeros(16, 8)
+        if keeps == "a buffer":
+            self.register_buffer("table", table, persistent=False)
+        else:
+            self.table = [table] if keeps == "a list" else table
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table[0] if isinstance(self.table, list) else self.table
+        if self.size != [len(x)]:
+            self.size = [len(x)]
+            table.copy_(torch.ones(16, 8, device=x.device).cumsum(0) * len(x))
+        return self.linear(x) * table[: len(x)]
+
+    def _apply(self, fn: object, recurse: bool = True) -> Table:
+        if isinstance(table := self.__dict__.get("table"), Tensor):
+            self.table = fn(table)  # type: ignore[operator]
+        elif table is not None:
+            self.table = [fn(table[0])]  # type: ignore[operator]
+        return super()._apply(fn, recurse)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("keeps", ["a buffer", "an attribute", "a list"])
+@pytest.mark.parametrize("order", [(3, 3, 3, 3, 4), (3, 3, 4, 5)])
+def test_a_table_that_eager_fills_for_another_size_is_not_replayed_over(
+    where: Where, capture: str, by_hand: bool, keeps: str, order: tuple[int, ...]
+) -> None:
+    """The size leaves the key, for the forward itself changes it; and no replay fills a table."""
+    twin = Twin(Table(keeps), where, capture=capture, max_graphs=2)
+    for number in range(2):
+        running = begin_request(60, is_watched=by_hand)
+        for step in range(12):
+            for rows in order:
+                twin(where.randn(rows, 8, seed=100 * number + step))
+        end_request(running)
+
+
+def test_a_table_that_nothing_fills_keeps_its_graph(graphing: Where) -> None:
+    twin = Twin(Table("a buffer"), graphing)
+    for seed in range(6):
+        twin(graphing.randn(3, 8, seed=seed))
+    assert twin.replays == 3
+    for module in (twin.module, twin.plain):
+        module.table.mul_(2.0)  # by its user, as a weight may be
+    twin(graphing.randn(3, 8, seed=6))
+    assert twin.replays == 4
+
+
+_SIZES: dict[int, int] = {}  # where nobody looks
+
+
+class HiddenSize(Table):
+    """Its size is no part of any key from the start."""
+
+    @property
+    def size(self) -> list[int]:
+        return [_SIZES.get(id(self), 0)]
+
+    @size.setter
+    def size(self, size: list[int]) -> None:
+        _SIZES[id(self)] = size[0]
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (3, 3, 3, 3, 4, 3),  # filled by a plain call, while a graph is trusted
+        (4, 3, 3, 3, 4, 3),  # by an observed pass
+        (4, 4, 3, 3, 3, 4, 3),  # by eager's side of another graph's compare
+    ],
+)
+def test_whoever_fills_a_table_the_graphs_that_read_it_are_compared(
+    where: Where, sizes: tuple[int, ...], by_hand: bool
+) -> None:
+    _SIZES.clear()
+    twin = Twin(HiddenSize("a buffer"), where)
+    running = begin_request(20, is_watched=by_hand)
+    for seed, rows in enumerate(sizes):
+        twin(where.randn(rows, 8, seed=seed))
+    end_request(running)
+
+
+class Counts(nn.Module):
+    """Every forward writes the one buffer, so every replay does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1.0)
+        return self.linear(x) * self.calls
+
+
+def test_graphs_that_write_what_they_read_do_not_doubt_one_another(graphing: Where) -> None:
+    twin = Twin(Counts(), graphing)
+    for seed in range(8):
+        for rows in (3, 4):
+            twin(graphing.randn(rows, 8, seed=seed))
+    assert twin.replays == 2 * (8 - 3)
