@@ -8,8 +8,8 @@ so twenty sizes in turn over four graphs settle on four captures instead of thra
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MethodType
 from typing import TypeVar
@@ -24,6 +24,7 @@ from .errors import CaptureAborted, Reason
 from .memory import Stopwatch
 from .observer import HostRead, Observation
 from .op_traits import storage_key
+from .reliance import Reliance
 from .signature import Signature
 from .static_inputs import StaticInputs
 from .taken import Taken
@@ -109,7 +110,7 @@ class Entry:
     inputs: StaticInputs | None = None
     taken: tuple[Taken, ...] = ()  # what the forward takes out of the caller's containers
     private: frozenset[int] = frozenset()  # storages in which no argument may lie
-    reads: tuple[Tensor, ...] = ()  # of its module, weights aside: what its graph never writes
+    tables: tuple[Tensor, ...] = ()  # of its module, weights aside: what its graph never writes
     may_draw: bool = True  # random numbers, where no pass was watched; a compare tells
     recording: Recording[object] | None = None
     clock: Stopwatch | None = None
@@ -118,6 +119,7 @@ class Entry:
     masked: int = 0  # hash of the signature without its numbers
     replays: int = 0
     backend: str = ""
+    reliance: Reliance = field(default_factory=Reliance)
 
     def block(self, reason: Reason, detail: str, retry_after: int = 0) -> None:
         """No more captures of this signature (before use number `retry_after`, if given)."""
@@ -176,10 +178,11 @@ class Entry:
         if self.inputs is not None:
             self.inputs.close()
         self.recording, self.inputs = None, None
-        self.observation, self.reads = None, ()
+        self.observation, self.tables = None, ()
         if self.state in (State.CAPTURED, State.READY):
             self.state = State.SEEN
         self.lost_calls, self.replays = 0, 0
+        self.reliance.forget_graph()
 
     @property
     def draws(self) -> bool:
@@ -197,10 +200,14 @@ class Entry:
         )
         return is_traced or (self.recording is not None and self.recording.breaks > 0)
 
-    def writes_to(self, storages: frozenset[int]) -> bool:
+    def writes_to(self, storages: Collection[int]) -> bool:
         """Whether its graph writes to any of these, which are not its own."""
         written = self.observation.written_externals if self.observation is not None else ()
         return any(storage_key(tensor) in storages for tensor in written)
+
+    def reads(self, storages: Collection[int]) -> set[int]:
+        """What its graph reads of these, which are not its own."""
+        return self.recording.reads(storages) if self.recording is not None else set()
 
     @property
     def is_held(self) -> bool:
@@ -367,13 +374,6 @@ class GraphCache:
         if not others:
             return None
         return min(others, key=lambda other: len(other.diff(signature)))
-
-    def release_all(self) -> int:
-        """Closes every graph; returns how many there were."""
-        held = self.held()
-        for entry in held:
-            entry.release()
-        return len(held)
 
 
 def _names_of_different(signatures: list[Signature]) -> str:

@@ -246,7 +246,7 @@ class Capturer(Admission):
                 raise CaptureAborted(Reason.STATE_ESCAPED, escaped)
             inputs.rebind_always, entry.taken = observation.written_inputs, call.taken
             entry.private = private_storages(observation, self.forward.module)
-            entry.reads = _tables(recording.reads(), python.tensors())
+            entry.tables = _tables(recording.only_reads(), python.tensors())
             entry.recording, entry.backend, entry.state = recording, name, State.CAPTURED
             entry.capture_ms = (time.perf_counter() - started) * 1e3
             self.state.may_hold_graphs = True
@@ -273,8 +273,9 @@ class Capturer(Admission):
         python = PythonState(self.forward.module)
         kept = [(tensor, tensor.clone()) for tensor in observed.written_externals]
         try:
-            changed = inputs.perturb()
-            tensors = inputs.copies()
+            with self.state.replay_lock:  # another thread may have bound its own and replay them
+                changed = inputs.perturb()
+                tensors = inputs.copies()
             call = self.forward.on(tensors, args, kwargs)
 
             def eager() -> object:

@@ -69,13 +69,6 @@ class CarryingRunner(GraphRunner):
     def _extra(self) -> Hashable:
         return super()._extra(), self._carried.branch()
 
-    def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
-        """As any runner's; a pass that went another way than its key says teaches nothing here."""
-        moved = super()._adopt(entry)
-        if not entry.is_held and entry.signature.extra != self._extra():
-            entry.observation = None
-        return moved
-
     def _is_by_itself(self, call: Call) -> bool:
         return _STATE not in call.kwargs and super()._is_by_itself(call)
 

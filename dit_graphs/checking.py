@@ -11,6 +11,7 @@ from .cache import Entry, State
 from .calls import Call, signature_source
 from .errors import CaptureAborted, Reason
 from .fallback import EagerCalls
+from .module_watch import Change
 from .request_scope import Request
 from .signature import CallForm
 
@@ -28,26 +29,31 @@ class CheckedCalls(EagerCalls):
         self._watch.begin_call()
         if self._watch.is_current(request):
             self._raise_refusal()
-            return request is not None and request.is_watched
+            assert request is not None
+            return request.is_watched or self._watch.has_unseen_pass
         if self._watch.can_wait():
             return True
         self._pauses.clear()
-        change = self._watch.refresh(request)
+        self._watch.refresh(request, self._heed)
         source = signature_source(self.module, self.eager)
         if source != self._form_source:  # somebody patched `forward`
             self._form_source = source
             self._form = CallForm(source, self.options.ignore)
-        if change == "weights":
-            self.cache.unblock_all()
-            if self.cache.held():
-                self._invalidate()
-        elif change == "caches":
-            for entry in self.cache.held():
-                entry.state = State.CAPTURED  # compared once more before it serves again
         # offload first: then the device of the weights is one of the moment
         self._watch.refusal = self._watch.refusal or self._guarded() or self._follow_weights()
         self._raise_refusal()
         return False
+
+    def _heed(self, change: Change) -> None:
+        """What a look has found changed is true of no graph from here on."""
+        if change == "weights":
+            self.cache.unblock_all()
+            self._habits.forget_made()
+            if self.cache.held():
+                self._invalidate()
+            return
+        for entry in self.cache.held():
+            entry.state = State.CAPTURED  # compared once more before it serves again
 
     def _raise_refusal(self) -> None:
         if self._watch.refusal is not None:
@@ -67,9 +73,20 @@ class CheckedCalls(EagerCalls):
         return must_look and not self._is_as_signed(call)
 
     def _is_as_signed(self, call: Call) -> bool:
-        if self._watch.is_current(call.request):
+        watch, request = self._watch, call.request
+        if not watch.is_current(request):
+            return self._guarded() is None and watch.check_as(call.glance, request)
+        if not watch.has_unseen_pass:
             return call.glance is not None and call.glance.is_same()
-        return self._guarded() is None and self._watch.check_as(call.glance, call.request)
+        if watch.check_as(call.glance, request):
+            return True
+        if request is not None and not request.is_watched:
+            self._own_changes()
+        return False
+
+    def _own_changes(self) -> None:
+        """Nobody but the forward changed anything since the last look, in passes not looked at."""
+        self._watch.adopt_changes(lambda: False, self._doubt_readers)
 
     def _serve_anew(self, entry: Entry, call: Call) -> object:
         """The call's result, from its start: the module is checked first."""

@@ -137,7 +137,9 @@ _SENTENCES: dict[Reason, str] = {
     Reason.ABOVE_MAX_SIZE: "larger than the largest bucket of this LLM phase; raise max_size",
     Reason.PADDING: "the padding of this batch cannot be decoded or costs too much",
     Reason.GENERATE_ARGUMENT: "an argument of generate() that decode graphs do not have",
-    Reason.UNSUPPORTED_MODEL: "this language model cannot be decoded over slots",
+    Reason.UNSUPPORTED_MODEL: (
+        "the model cannot be served from graphs, or a language model not decoded over slots"
+    ),
 }
 
 

@@ -54,7 +54,6 @@ class EagerCalls(GraphHolding):
         differs: Sequence[str] = (),
     ) -> object:
         self.stats.count_eager(reason, detail, differs)
-        self._watch.ran_eager = True
         if self.config.strict and not reason.is_asked_for:
             raise FallbackError(reason, detail) from None
         is_foreign = reason is Reason.FOREIGN_MODE
@@ -79,6 +78,8 @@ class EagerCalls(GraphHolding):
         except Exception as error:
             forget_refusals(error)
             raise
+        finally:
+            self._watch.note_pass()  # also where it raised half way
         return self.call_eager(*args, **kwargs)
 
     @contextmanager
@@ -88,7 +89,7 @@ class EagerCalls(GraphHolding):
         A table that a forward fills anew where the size changes is never filled by a replay.
         """
         held = self.cache.held() if self.state.may_hold_graphs else ()
-        read = [(entry, entry.reads, _versions(entry.reads)) for entry in held if entry.reads]
+        read = [(entry, entry.tables, _versions(entry.tables)) for entry in held if entry.tables]
         try:
             yield
         finally:

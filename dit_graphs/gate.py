@@ -23,10 +23,13 @@ class CaptureGate:
     A capture does not wait where another thread's call is inside, it is put off. After
     `MAX_PUT_OFF` of them in a row the next one does wait: calls that arrive wait with it until
     those inside have left, or for `PATIENCE_S` at most. Constant load cannot keep it out for ever.
+    A forward may wait for a call that a thread of its own makes: no call waits for its capture
+    longer than `CALLS_PATIENCE_S`, and after one that did so none.
     """
 
     MAX_PUT_OFF = 4
     PATIENCE_S = 2.0
+    CALLS_PATIENCE_S = 10.0
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -34,6 +37,7 @@ class CaptureGate:
         self._owner: int | None = None
         self._waiting: int | None = None
         self._put_off = 0
+        self._is_in_vain = False  # to wait for the capture that is made now
         self._shared = Held(self.enter, self.leave)
 
     def shared(self) -> AbstractContextManager[None]:
@@ -41,12 +45,24 @@ class CaptureGate:
         return self._shared
 
     def enter(self) -> None:
-        """A call of this thread begins; see `shared`."""
+        """A call of this thread begins; see `shared`.
+
+        Raises `CaptureAborted` where the capture does not end, which may wait for this very call.
+        """
         me = threading.get_ident()
         with self._lock:
-            while me not in self._inside and (self._waiting or self._owner not in (None, me)):
-                self._lock.wait()
+            if not self._may_enter(me) and not self._got_in(me):
+                self._is_in_vain = True
+                raise CaptureAborted(Reason.CAPTURE_GATE_BUSY, "a capture does not end")
             self._inside[me] = self._inside.get(me, 0) + 1
+
+    def _may_enter(self, me: int) -> bool:
+        is_closed = self._waiting is not None or self._owner not in (None, me)
+        return me in self._inside or not is_closed
+
+    def _got_in(self, me: int) -> bool:
+        self._lock.wait_for(lambda: self._may_enter(me) or self._is_in_vain, self.CALLS_PATIENCE_S)
+        return self._may_enter(me)
 
     def leave(self) -> None:
         """That call is over."""
@@ -71,7 +87,7 @@ class CaptureGate:
             yield
         finally:
             with self._lock:
-                self._owner = None
+                self._owner, self._is_in_vain = None, False
                 self._lock.notify_all()
 
     def _is_free_for(self, thread: int) -> bool:

@@ -109,7 +109,7 @@ class Glance:
                 and list(map(tensor_key, tree.odd())) == self._odd_keys
                 and list(map(raw, tree.arrays)) == self._bytes
             )
-        except (LookupError, TypeError, AttributeError):  # what was there is gone
+        except (LookupError, TypeError, AttributeError, RuntimeError):  # what was there is gone
             return False
         return same and not tree.is_lost
 
@@ -177,6 +177,10 @@ def _is_other(value: object, before: object) -> bool:
     if isinstance(value, tuple) and isinstance(before, tuple):
         return len(value) != len(before) or any(map(_is_other, value, before))
     return type(value) not in _PLAIN or repr(value) != repr(before)
+
+
+def _is_placeless(tensor: Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_nested
 
 
 def _members_of(record: tuple[object, tuple[str, ...]]) -> list[object]:
@@ -279,7 +283,9 @@ class _Tree:
                 self._keep(f"{path}.{name}", value, OBJECT_DEPTH)
 
     def _keep_weights(self, table: _Table) -> None:
-        if not table:
+        if any(isinstance(value, Tensor) and _is_placeless(value) for value in table.values()):
+            self.forget()
+        elif not table:
             self.empty.append(table)
         elif all(value is None or type(value) in _ORDINARY for value in table.values()):
             self.weights.append(table)
@@ -288,6 +294,8 @@ class _Tree:
 
     def _keep(self, path: str, value: object, depth: int) -> None:
         if isinstance(value, Tensor):
+            if _is_placeless(value):
+                return self.forget()
             (self.tensors if type(value) in _ORDINARY else self.odd_tensors).append(value)
             if value.device.type == "cpu":
                 self.on_host.append(value)

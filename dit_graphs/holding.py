@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from .ambient import ambient_state
 from .backends import Recording
 from .budget import keep_budget
 from .buffers import span_bytes
-from .cache import Entry, GraphCache
+from .cache import Entry, GraphCache, State
 from .calls import Eager, RunnerOptions, resolve_backend
 from .capture import Capturer
 from .config import GraphConfig
@@ -28,6 +29,7 @@ from .intercept import Intercept
 from .memory import DeviceState, device_state
 from .module_watch import ModuleWatch
 from .pauses import Pauses
+from .reliance import Habits
 from .request_scope import current_request
 from .signature import CallForm, Signature
 from .tree import tensor_leaves, typed
@@ -68,6 +70,7 @@ class GraphHolding:
     _form_source: Eager
     _watch: ModuleWatch
     _pauses: Pauses
+    _habits: Habits
     _capturer: Capturer
 
     def _settle_on(self, device: torch.device) -> None:
@@ -155,16 +158,32 @@ class GraphHolding:
 
     def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
         """What the first passes set themselves (SDPA priorities, caches) is the entry's key now."""
-        moved = self._watch.adopt_changes(lambda: self.cache.knows_alike(entry))
-        for other in self.cache.held() if self._watch.lost else ():
-            if other.writes_to(self._watch.lost):  # memory that the module has no longer
-                self._settle_release(other)
-                self.stats.invalidations += 1
+        doubt = partial(self._doubt_readers, entry=entry)
+        moved = self._watch.adopt_changes(lambda: self.cache.knows_alike(entry), doubt)
+        watch, reliance = self._watch, entry.reliance
+        seen = watch.turned, watch.lost, watch.gained
+        self._habits.note(entry.signature.call, *seen, reliance.doubted)
+        reliance.left = watch.restless()
         now = entry.signature.under(ambient_state(self.device), self._extra())
         if now != entry.signature:
             self._watch.expect_changes()
             self._rekey(entry, now)
         return moved
+
+    def _doubt_readers(self, lost: dict[int, str], entry: Entry | None = None) -> None:
+        """A pass (of `entry`) took this memory from the module: who reads it is compared again."""
+        for other in self.cache.held() if lost else ():
+            if other.writes_to(lost):
+                self._settle_release(other)
+                self.stats.invalidations += 1
+            elif other is not entry:
+                read = frozenset(lost[key] for key in other.reads(lost))
+                if read - self._remade(other):
+                    other.state = State.CAPTURED
+                    other.reliance.doubted |= read
+
+    def _remade(self, entry: Entry) -> frozenset[str]:
+        return self._habits.remade(entry.signature.call)
 
     def _refuse(self, entry: Entry, refusal: CaptureAborted) -> CaptureAborted:
         """Remembers why this signature has no graph, and when to try again.
@@ -255,9 +274,7 @@ class GraphHolding:
         return f"max_graphs={self.config.max_graphs}; one more needs about {per_graph >> 20} MiB"
 
     def _settle_release(self, entry: Entry) -> None:
-        with self.state.replay_lock:  # not while another thread replays it
-            self.state.settle()
-            entry.release()
+        self.state.after_replay(entry.release)
 
     def _evict(self, entry: Entry) -> None:
         log.info("%s: evicted %s", self.stats.component, self.describe(entry.signature))
@@ -266,9 +283,10 @@ class GraphHolding:
 
     def drop_graphs(self) -> int:
         """Closes every graph of this runner; signatures stay known. Returns how many."""
-        with self.state.replay_lock:
-            self.state.settle()
-            return self.cache.release_all()
+        with self.state.replay_lock:  # no capture adds one meanwhile
+            held = self.cache.held()
+            self.state.after_replay(partial(_release_all, held))
+            return len(held)
 
     def _invalidate(self) -> None:
         """No graph is true any longer."""
@@ -374,3 +392,8 @@ class GraphHolding:
         if self.options.describe is not None:
             return self.options.describe(signature)
         return signature.describe()
+
+
+def _release_all(held: list[Entry]) -> None:
+    for entry in held:
+        entry.release()

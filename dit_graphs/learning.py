@@ -9,15 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 
-from .ambient import casting
+from .ambient import ambient_state, casting
 from .cache import Entry, State
 from .calls import Call
 from .checking import CheckedCalls
 from .errors import BreakFailed, CaptureAborted, Reason
 from .pauses import FOR_GOOD
+from .reliance import Restless
 from .taken import take
 from .verify import Verdict
 
@@ -60,7 +62,8 @@ class Learning(CheckedCalls):
             if not is_start:
                 return self._observe_and_capture(entry, call)
             result = self._plain(entry, call, is_quiet=is_quiet)
-            is_soon = self._capturer.may_capture_now(entry, call.request)
+            may_capture = self._capturer.may_capture_now(entry, call.request)
+            is_soon = may_capture and not self._has_turned(entry)
             if is_soon and call.is_whole(entry.signature) and not self._is_outdated(call):
                 self._capture(entry, call)
             elif not is_soon:
@@ -156,11 +159,20 @@ class Learning(CheckedCalls):
         take(entry.taken, (call.positional, call.named))  # not before: a capture needs them whole
         return result
 
+    def _has_turned(self, entry: Entry) -> bool:
+        """Whether the call that just ran left another state than its key says, known by itself."""
+        signature = entry.signature
+        return signature != signature.under(ambient_state(self.device), self._extra())
+
     def _learn_from_pass(self, entry: Entry, call: Call) -> None:
         """After an observed pass: a graph where it left nothing open."""
         moved = self._adopt(entry)
         if moved is not None:
             entry.block_until_retry(*moved)
+        elif self._has_turned(entry):
+            entry.release()  # no replay would turn what the key holds; the next pass is looked at
+        elif self._watch.moved_weights:
+            entry.release()  # a capture would leave them in a graph's memory, if it does so too
         elif entry.draws and not call.names_generators:
             self._draws_from_generators = True  # from now on each is an argument of its own
             entry.release()
@@ -183,11 +195,12 @@ class Learning(CheckedCalls):
         """The entry holds a graph afterwards, or is blocked with a reason."""
         if not self._make_room(entry):
             return
-        was_observed = entry.observation is not None
+        was_observed, restless = entry.observation is not None, self._watch.restless()
         try:
             self._capturer.capture(entry, call.positional, call.named, call.tensors)
             self._keep_budget(entry)
             recording, inputs = entry.graph()  # still: other threads may let go of all graphs
+            entry.reliance.captured_with = restless
         except CaptureAborted as refusal:
             if not was_observed and refusal.reason in _OBSERVABLE:
                 entry.plan.is_simple = False  # this size is not like the others: observe it
@@ -200,6 +213,32 @@ class Learning(CheckedCalls):
         if self.config.verify is False:
             inputs.prove(list(range(len(call.tensors))))
             entry.state = State.READY
+
+    def _is_proven(self, entry: Entry) -> bool:
+        """Whether its graph was compared with eager, as often as that is wanted, in this state."""
+        if self.config.verify is not True:
+            return self.config.verify is False
+        restless, reliance = self._watch.restless(), entry.reliance
+        if not reliance.is_known_with(restless):
+            return False
+        others = reliance.left_otherwise(restless)  # a replay does not turn them as its pass would
+        return not others or self._habits.are_memories(others)
+
+    def _weighed(self, verdict: Verdict, entry: Entry, restless: Restless) -> Verdict:
+        """The verdict, with what the pass has shown of its reading what other passes leave."""
+        reliance = entry.reliance
+        relied_on, reliance.doubted = reliance.doubted - self._remade(entry), frozenset()
+        if verdict.reason is None and not relied_on:
+            reliance.prove(restless)
+            return verdict
+        is_other = verdict.reason is Reason.VERIFY_MISMATCH
+        blamed = reliance.blamed(restless) if is_other else frozenset()
+        if blamed:
+            self._watch.keep_in_key(blamed)
+        elif not relied_on:
+            return verdict
+        detail = ", ".join(sorted(blamed)) or "memory of the module that it reads"
+        return replace(verdict, reason=Reason.STATE_CHANGED, detail=f"other calls turn {detail}")
 
     def _accept(self, entry: Entry, verdict: Verdict) -> None:
         """The graph was equal: it serves from now on, unless it saves nothing."""
@@ -223,4 +262,5 @@ class Learning(CheckedCalls):
         if verdict.reason is not None:
             self._refuse(entry, CaptureAborted(verdict.reason, verdict.detail))
         else:
+            entry.reliance.prove(self._watch.restless())
             self._accept(entry, verdict)

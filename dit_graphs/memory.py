@@ -11,7 +11,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -95,6 +95,7 @@ class DeviceState:
         self._replaying = 0
         self._replayer: int | None = None
         self._retire_later = False
+        self._later: list[Callable[[], object]] = []
         self._turn = Held(self.begin_replay, self.end_replay)
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -104,6 +105,15 @@ class DeviceState:
     def is_replaying_here(self) -> bool:
         """Whether the calling code runs in a break of a replay."""
         return self._replayer == threading.get_ident()
+
+    def after_replay(self, action: Callable[[], object]) -> None:
+        """Does `action`, at once or, inside a replay's break, after that: it may be that graph."""
+        with self.replay_lock:  # not while another thread replays
+            if self._replaying:
+                self._later.append(action)
+                return
+            self.settle()
+            action()
 
     def begin_replay(self) -> None:
         """See `replaying`."""
@@ -126,6 +136,8 @@ class DeviceState:
             self._replaying -= 1
             self._replayer = None
             try:
+                while self._later:
+                    self._later.pop(0)()
                 if self._retire_later:
                     self.retire()
             finally:

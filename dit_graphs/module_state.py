@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import unwrap
 from types import FunctionType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,13 @@ class ModuleState:
     """`weights`: what a graph's baked addresses point at. `python`: what picks its kernels."""
 
     weights: tuple[Hashable, ...]
-    caches: tuple[Hashable, ...]
+    caches: tuple[tuple[Hashable, int], ...]
     python: tuple[tuple[str, ...], tuple[type | None, ...], tuple[Hashable, ...]]
     hooked: tuple[str, ...]
     compiled: tuple[str, ...]
     devices: frozenset[torch.device]
     cache_tensors: tuple[Tensor, ...] = field(compare=False)  # `==` of tensors is a tensor
+    cache_places: tuple[str, ...] = field(compare=False)
 
     def changed_attributes(self, other: ModuleState) -> frozenset[str]:
         """Names of the plain attributes whose value differs between two sweeps."""
@@ -62,20 +64,42 @@ class ModuleState:
         names = mine.keys() | theirs.keys()
         return frozenset(n for n in names if mine.get(n) != theirs.get(n))
 
-    def lost_storages(self, now: ModuleState) -> frozenset[int]:
-        """Memory of caches that `now` holds no longer."""
-        mine, kept = (set(map(storage_key, s.cache_tensors)) for s in (self, now))
-        return frozenset(mine - kept)
+    def exchanged(self, now: ModuleState) -> tuple[dict[int, str], dict[int, str]]:
+        """Memory of caches that `now` holds no longer, and that it holds in addition, with the
+        place that each has or had.
+        """
+        mine, theirs = self._memory(), now._memory()
+        lost = {key: place for key, place in mine.items() if key not in theirs}
+        return lost, {key: place for key, place in theirs.items() if key not in mine}
+
+    def _memory(self) -> dict[int, str]:
+        keys = map(storage_key, self.cache_tensors)
+        return dict(zip(keys, self.cache_places, strict=True))
+
+    def placeless(self) -> str | None:
+        """The layout of a tensor that lies at no one place, where the module holds any."""
+        keys = (*self.weights, *(key for key, _ in self.caches))
+        return next((key.layout for key in keys if isinstance(key, Placeless)), None)
 
     def by_name(self) -> dict[str, object]:
         """The plain attributes, each with its kind."""
         return {name: (kind, value) for name, kind, value in zip(*self.python, strict=True)}
 
 
+class Placeless(NamedTuple):
+    """The key of a tensor that lies at no one place: a sparse or nested one, one of MKL-DNN's."""
+
+    layout: str
+    tensor: Identity
+
+
 def tensor_key(tensor: Tensor) -> Hashable:
     """Address, dtype and layout of a tensor; subclasses by their inner tensors."""
     if type(tensor) in (Tensor, nn.Parameter):
-        return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        try:
+            return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        except RuntimeError:
+            return Placeless(str(tensor.layout), Identity(tensor))
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return (type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape)
@@ -112,6 +136,7 @@ class _Sweep:
         self.volatile = volatile
         self.weights: list[Hashable] = []
         self.caches: list[Tensor] = []
+        self.places: list[str] = []
         # three flat lists: a tuple per attribute would set off the garbage collector, whose passes
         # over torch's heap take longer than the whole sweep
         self.names: list[str] = []
@@ -163,7 +188,7 @@ class _Sweep:
         )
         for tensor in _own_weights(module):
             if is_hidden:  # whose device is its own business
-                self.caches.append(tensor)
+                self.keep(path, [tensor])
                 continue
             self.weights.append(tensor_key(tensor))
             self.devices.add(tensor.device)
@@ -205,8 +230,13 @@ class _Sweep:
             self.opaque(name, value, depth)
             return
         key, found = frozen
-        self.caches.extend(found)
+        self.keep(name, found)
         self.note(name, key)
+
+    def keep(self, name: str, found: list[Tensor]) -> None:
+        """Tensors that stand at one place, in their order there."""
+        self.caches.extend(found)
+        self.places.extend([f"{name} {index}" for index in range(len(found))])
 
     def frozen_once(self, value: object) -> tuple[Hashable, list[Tensor]] | None:
         """The key of `value` and its tensors, or None; every layer holds the model's one config."""
@@ -355,4 +385,5 @@ def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleSt
         compiled=tuple(state.compiled),
         devices=frozenset(state.devices),
         cache_tensors=tuple(state.caches),
+        cache_places=tuple(state.places),
     )

@@ -17,6 +17,7 @@ from torch import nn
 from .errors import Reason
 from .glance import Glance, hooks_ever
 from .module_state import ModuleState, sweep, weight_keys
+from .reliance import Restless, restless_values
 from .request_scope import Request
 
 __all__ = ["Change", "ModuleWatch"]
@@ -32,6 +33,10 @@ def _always() -> bool:
     return True
 
 
+def _nothing(_: object) -> None:
+    return None
+
+
 class ModuleWatch:
     """Sweeps a module tree, glances at it while nothing changes, and numbers its Python states."""
 
@@ -39,7 +44,11 @@ class ModuleWatch:
         self.module = module
         self.refusal: tuple[Reason, str] | None = None
         self.ran_eager = False
-        self.lost: frozenset[int] = frozenset()  # memory of caches that the last pass exchanged
+        self.lost: dict[int, str] = {}  # memory of caches that the last pass exchanged, and where
+        self.gained: dict[int, str] = {}  # what it put there
+        self.turned: frozenset[str] = frozenset()  # plain attributes that it left otherwise
+        self.moved_weights = False  # the last pass did
+        self._found: Restless = ()  # what restless ones held before it
         self._is_fresh = False
         self._base: ModuleState | None = None
         self._ids: OrderedDict[Hashable, int] = OrderedDict()  # keeps the states' objects alive
@@ -47,6 +56,7 @@ class ModuleWatch:
         self._numbers = itertools.count(1)
         self._checked: list[int] = []
         self._volatile: frozenset[str] = frozenset()
+        self._kept: frozenset[str] = frozenset()  # never again among them
         self._changes: Counter[str] = Counter()
         self._left: dict[str, object] = {}  # as what the last pass that changed it left each
         self._moved = 0
@@ -58,6 +68,9 @@ class ModuleWatch:
         self._said = 1  # how often somebody said that something changed
         self._heard = 0  # how many of these the last check came after
         self._quiet_passes = 0
+        self._passes = itertools.count(1)
+        self._last_pass = 0  # that ended
+        self._seen_pass = 0  # the last one that ended before a look
 
     @property
     def device(self) -> torch.device | None:
@@ -88,15 +101,26 @@ class ModuleWatch:
 
         Then `request` is checked; whoever asks has made sure that nothing else is in the way.
         """
-        said = self._said
+        said, ended = self._said, self._last_pass
         if glance is None or glance is not self.glance or not glance.is_exactly_same():
             return False
+        self._seen_pass = ended
         self._note_checked(request, said)
         return True
 
     def doubt(self) -> None:
         """A pass went by unlooked: the next call is looked at whatever its request."""
         self._checked = []
+
+    def note_pass(self) -> None:
+        """The forward ran eagerly, to its end or not: it may have changed the module."""
+        self.ran_eager = True
+        self._last_pass = next(self._passes)
+
+    @property
+    def has_unseen_pass(self) -> bool:
+        """Whether the forward ran since the last look, so that a look may show what it left."""
+        return self._last_pass != self._seen_pass
 
     @property
     def is_quiet(self) -> bool:
@@ -122,21 +146,41 @@ class ModuleWatch:
         """Whether weights lie elsewhere than at the last sweep; nothing is remembered of it."""
         return self._base is not None and weight_keys(self.module) != self._base.weights
 
+    def restless(self) -> Restless:
+        """What the attributes hold now that are no longer part of the key."""
+        return restless_values(self.module, self._volatile) if self._volatile else ()
+
+    def keep_in_key(self, names: frozenset[str]) -> None:
+        """These attributes do decide what calls compute that find them as others left them."""
+        self._kept |= names
+        self._volatile -= names
+        self.glance = None  # it looks past them
+        self.forget()
+
     @property
     def state_id(self) -> int:
         """The number of the current Python state: equal states, equal numbers."""
         return self._id
 
-    def refresh(self, request: Request | None) -> Change | None:
-        """Looks at everything; says whether weights moved or only caches and plain state did."""
-        said, self._hooks_ever = self._said, hooks_ever()
+    def refresh(
+        self, request: Request | None, drop: Callable[[Change], object] = _nothing
+    ) -> Change | None:
+        """Looks at everything; says whether weights moved or only caches and plain state did.
+
+        `drop` is told so before another thread's call can be signed for the new state: after it, no
+        graph serves any longer that is not true of that.
+        """
+        said, self._hooks_ever, self._seen_pass = self._said, hooks_ever(), self._last_pass
         self._is_watched = request is not None and request.is_watched
         now, glance = self._state()
-        change, self._pending = _worse(self._pending, self._change(now)), None
-        self._adopt(now, glance)
+        change = _worse(self._pending, self._change(now))
         self.refusal = _refusal(now)
         if change is not None:
+            drop(change)
             self.expect_changes()
+        if said == self._said:  # else it is told again by whoever looks next
+            self._pending = None
+        self._adopt(now, glance)
         self._note_checked(request, said)
         return change
 
@@ -196,6 +240,7 @@ class ModuleWatch:
 
     def before_pass(self) -> None:
         """An eager pass is about to run whose own changes `adopt_changes` will look for."""
+        self._found = self.restless()
         if self._is_fresh or self._base is None:
             return
         now, glance = self._state()
@@ -216,33 +261,45 @@ class ModuleWatch:
             self._changes[name] += self._left.get(name, stood) == stood
             self._left[name] = theirs.get(name)
 
-    def adopt_changes(self, is_return: Callable[[], bool] = _always) -> tuple[Reason, str] | None:
+    def adopt_changes(
+        self,
+        is_return: Callable[[], bool] = _always,
+        doubt: Callable[[dict[int, str]], object] = _nothing,
+    ) -> tuple[Reason, str] | None:
         """After an eager pass: what the forward itself changed is the module's state now.
 
         `is_return`: whether such a call was made before; what a first one sets may grow with it.
+        `doubt` is told what memory the module has no longer, as `drop` is in `refresh`.
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
+        self._seen_pass = self._last_pass
         # no forward turns a weight around where it lies
         before, (now, glance) = self._base, self._state(exactly=False)
-        self._is_fresh, self.lost = False, frozenset()
+        self._is_fresh, self.lost, self.gained = False, {}, {}
+        self.moved_weights = False
+        self.turned = frozenset(name for name, _ in set(self._found) ^ set(self.restless()))
         if before is None or now is before:
             self._quiet_passes += 1
             return None
         self.expect_changes()
-        self.lost = before.lost_storages(now)
+        self.lost, self.gained = before.exchanged(now)
+        self.turned |= now.changed_attributes(before)
+        doubt(self.lost)
         if is_return():
             self._count_changes(before, now)
-        restless = {name for name, count in self._changes.items() if count >= _TIRED}
+        restless = {name for name, count in self._changes.items() if count >= _TIRED} - self._kept
         if not restless <= self._volatile:
             self._volatile |= restless
             self.glance = None  # it looks at them
             now, glance = self._state()
-        has_moved = now.weights != before.weights
+        self.moved_weights = has_moved = now.weights != before.weights
         if has_moved:  # told of before another thread's call can be signed for the new state
             self._pending = "weights"  # graphs of other signatures read the old ones
             self.forget()
             self._moved += 1
         self._adopt(now, glance)
+        if now.placeless() is not None:
+            return _refusal(now)
         if not has_moved or self._moved < 2:
             return None
         return Reason.OFFLOAD, "weights change their address during the call"
@@ -263,6 +320,9 @@ def _refusal(state: ModuleState) -> tuple[Reason, str] | None:
         return Reason.OTHER_DEVICE, f"weights lie on {names}"
     if torch.device("meta") in state.devices:
         return Reason.OFFLOAD, "weights are on the meta device"
+    layout = state.placeless()
+    if layout is not None:
+        return Reason.UNSUPPORTED_MODEL, f"it holds a tensor without one place in memory ({layout})"
     if state.compiled:
         return Reason.COMPILED, f"{state.compiled[0]} is compiled"
     if state.hooked:

@@ -151,8 +151,11 @@ def iter_tensors(values: Iterable[object]) -> Iterable[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The address of a tensor's storage; 0 for an empty one."""
-    return tensor.untyped_storage().data_ptr()
+    """The address of a tensor's storage; 0 for an empty one, and where there are several."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # sparse
+        return 0
 
 
 def storage_parts(tensor: Tensor) -> Sequence[Tensor]:

@@ -25,6 +25,7 @@ FOR_GOOD = 1 << 30  # calls
 _MANY = 64
 _MOST_VALUES = 256
 _ORDINARY = (Tensor, nn.Parameter)
+_FLOATING = frozenset({float, complex})
 _SIMPLE = frozenset(PLAIN) - {slice}  # which has no hash
 
 
@@ -100,7 +101,8 @@ def _glimpse(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
     for value in waiting:
         kind = type(value)
         if kind in _SIMPLE:
-            found.append((kind, value))
+            # 0.0 equals -0.0, and may not stand for it
+            found.append((kind, repr(value) if kind in _FLOATING else value))
         elif kind in _ORDINARY and isinstance(value, Tensor) and not value.is_nested:
             found.append((value.shape, value.dtype))
         elif isinstance(value, (list, tuple)) and kind in (list, tuple):

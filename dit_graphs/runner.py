@@ -29,6 +29,7 @@ from .errors import BreakFailed, CaptureAborted, FallbackError, Reason
 from .learning import Learning
 from .module_watch import ModuleWatch
 from .pauses import FOR_GOOD, Pauses
+from .reliance import Habits
 from .request_scope import Request, current_request
 from .signature import CallForm, sign
 from .taken import GIVEN_TWICE, holds_twice, repeatable, take
@@ -57,6 +58,7 @@ class GraphRunner(Learning):
         self._form = CallForm(self._form_source, options.ignore)
         self._watch = ModuleWatch(module)
         self._pauses = Pauses()
+        self._habits = Habits()
         self._learning = threading.Lock()
         self._draws_from_generators = False  # until a pass does: most only hand them on
         self._open_family()
@@ -68,8 +70,15 @@ class GraphRunner(Learning):
         reason = self._bypass()
         if reason is not None:
             return self._fall_back(reason, "", args, kwargs)
-        with self.state.gate.shared():
+        gate = self.state.gate
+        try:
+            gate.enter()
+        except CaptureAborted as refusal:
+            return self._fall_back(refusal.reason, refusal.detail, args, kwargs)
+        try:
             return self._serve_given(args, kwargs)
+        finally:
+            gate.leave()
 
     def _serve_given(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         request = current_request()
@@ -113,7 +122,11 @@ class GraphRunner(Learning):
     ) -> tuple[Call, Entry]:
         """The call's entry, new or known. Raises `CaptureAborted` with the reason for eager."""
         number = request.number if request is not None else None
-        must_look, glance, given = self._check_module(request), self._watch.glance, (args, kwargs)
+        # the glance first: what another thread's call adopts meanwhile shows in this one's look
+        glance, given = self._watch.glance, (args, kwargs)
+        must_look = self._check_module(request)
+        if not must_look:
+            glance = self._watch.glance
         args, kwargs = self._padded(args, kwargs)
         positional, named = self._form.normalise(args, kwargs)
         named = self._prepared(named)
@@ -167,7 +180,7 @@ class GraphRunner(Learning):
 
     # Serving from a graph.
     def _replay(self, entry: Entry, call: Call) -> object:
-        undo, is_done, is_proven = None, False, self.config.verify != "always"
+        undo, is_done, is_proven = None, False, self._is_proven(entry)
         try:
             with self.state.replaying():
                 recording, inputs = entry.graph()
@@ -209,7 +222,7 @@ class GraphRunner(Learning):
         self.stats.compares += 1
         self._watch.before_pass()
         verdict: Verdict | None = None
-        taken = entry.taken
+        taken, restless = entry.taken, self._watch.restless()
         eager = repeatable(self.call_eager, call.args, call.kwargs, taken)
         try:
             settled = self._watch.is_as_adopted
@@ -221,10 +234,13 @@ class GraphRunner(Learning):
             return self._miss(entry, call, refusal.reason, refusal.detail)
         except torch.OutOfMemoryError:
             pass  # tried again below, where the failed pass's frames are gone
+        finally:
+            self._watch.note_pass()
         if verdict is None:
             return self._out_of_memory(entry, call)
         take(taken, (call.positional, call.named))
         self._adopt(entry)
+        verdict = self._weighed(verdict, entry, restless)
         reason = Reason.WARMING_UP
         if verdict.reason is not None:
             reason = verdict.reason

@@ -99,6 +99,11 @@ class Signature:
         value = hash((self.structure, self.tensors, ambient, extra))
         return Signature(self.structure, self.tensors, ambient, extra, value)
 
+    @property
+    def call(self) -> Hashable:
+        """The call by itself, whatever the module and the settings are like."""
+        return self.structure, self.tensors
+
     def looks_like(self, other: Signature) -> bool:
         """Whether the same values, sizes and dtypes stand in the arguments of both."""
         mine, theirs = ([(spec.shape, spec.dtype) for spec in s.tensors] for s in (self, other))
@@ -202,7 +207,10 @@ class CallForm:
     __slots__ = ("_defaults", "_free_form", "_ignore", "_names")
 
     def __init__(self, fn: Callable[..., object], ignore: tuple[str, ...] = ()) -> None:
-        parameters = inspect.signature(fn).parameters.values()
+        try:
+            parameters = tuple(inspect.signature(fn).parameters.values())
+        except (TypeError, ValueError):  # a built-in one keeps them to itself
+            parameters = (inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),)
         kinds = {p.kind for p in parameters}
         self._names = tuple(
             p.name

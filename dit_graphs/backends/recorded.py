@@ -10,7 +10,7 @@ layouts, and then makes itself unseen: outputs become NaN, writes and random num
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
@@ -248,8 +248,11 @@ class RecordedRecording(Generic[T]):
     def held(self) -> list[object]:
         return self._session.held()
 
-    def reads(self) -> frozenset[int]:
-        return self._session.reads()
+    def only_reads(self) -> frozenset[int]:
+        return self._session.only_reads()
+
+    def reads(self, storages: Collection[int]) -> set[int]:
+        return self._session.reads(storages)
 
     def close(self) -> None:
         self._steps = ()

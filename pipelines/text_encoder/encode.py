@@ -61,8 +61,8 @@ class EncoderWatch(ModuleWatch):
             f"{path}.{name}" for path, _ in module.named_modules() for name in _LEFT_BY_GENERATE
         )
 
-    def refresh(self, request: Request | None) -> Change | None:
-        change = super().refresh(request)
+    def refresh(self, request: Request | None, *drop: Callable[[Change], object]) -> Change | None:
+        change = super().refresh(request, *drop)
         if self.refusal is not None and self.refusal[0] is Reason.HOOKS and self._collects_only():
             self.refusal = None
         return change

@@ -6,6 +6,7 @@ one eager call, and the recording is dropped with the right reason.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -250,3 +251,43 @@ def test_a_nested_wrapped_module_inside_a_break_runs_eagerly(segmenting: Where) 
         assert torch.equal(outer(x), expected)
     assert runner_of(outer).stats.replays >= 3
     assert "nested_replay" in {r.value for r in runner_of(inner).stats.fallbacks}
+
+
+@pytest.mark.parametrize("how", ["unwrapped", "wrapped anew", "drop"])
+def test_a_break_may_take_away_the_graph_that_it_runs_in(breaking: Where, how: str) -> None:
+    """Its last replay goes on to the end; then it goes."""
+    ways: list[str] = []
+
+    @eager_on_graph
+    def doing(module: nn.Module, x: Tensor) -> Tensor:
+        way = ways.pop() if ways else ""
+        if way == "unwrapped":
+            dit_graphs.unwrap(module)
+        elif way == "wrapped anew":
+            dit_graphs.wrap(module, backend=breaking.backend, max_graphs=3)
+        elif way:
+            runner_of(module).drop_graphs()
+        return x * 2
+
+    class Doing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(doing(self, x))
+
+    module = Doing().to(breaking.device)
+    plain = copy.deepcopy(module)
+    dit_graphs.wrap(module, backend=breaking.backend)
+    runner = runner_of(module)
+    for seed in range(5):
+        module(breaking.randn(3, 8, seed=seed))
+    assert runner.stats.replays and runner.holds_graphs()
+    ways.append(how)
+    for seed in range(5, 9):
+        x = breaking.randn(3, 8, seed=seed)
+        assert torch.equal(module(x), plain(x))
+        if seed == 5:
+            assert not ways and not runner.holds_graphs()
+    assert (runner_of(module) is None) == (how == "unwrapped")

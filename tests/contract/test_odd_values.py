@@ -265,3 +265,64 @@ def test_an_interrupted_capture_writes_nothing(where: Where) -> None:
     plain.total.fill_(2.0)
     for _ in range(4):
         assert torch.equal(module(x), plain(x))
+
+
+_PLACELESS: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(8).to_sparse(),
+    "compressed": lambda: torch.eye(8).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|beta state)")
+@pytest.mark.parametrize("how", ["from the start", "later", "by the forward", "as a buffer"])
+@pytest.mark.parametrize("kind", _PLACELESS)
+def test_a_module_may_hold_a_tensor_that_lies_at_no_one_place(
+    where: Where, kind: str, how: str
+) -> None:
+    """Whoever asks such a tensor where it lies gets an error."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.held: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if how == "by the forward":
+                self.held = _PLACELESS[kind]().to(x.device)
+            return self.linear(x)
+
+    module = Holds().to(where.device)
+    held = _PLACELESS[kind]().to(where.device)
+    if how == "as a buffer":
+        module.register_buffer("table", held)
+    if how == "from the start":
+        module.held = held
+    dit_graphs.wrap(module, backend=where.backend)
+    for number in range(3):
+        with dit_graphs.request(total_steps=5):
+            for seed in range(5):
+                x = where.randn(3, 8, seed=seed)
+                expected = torch.nn.functional.linear(x, module.linear.weight, module.linear.bias)
+                assert torch.equal(module(x), expected)
+                if how == "later" and number == 1:
+                    module.held = held
+    reasons = runner_of(module).stats.fallbacks
+    assert reasons[Reason.UNSUPPORTED_MODEL] >= 5
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_forward_that_tells_nobody_its_parameters(where: Where, is_later: bool) -> None:
+    """Built-in functions have no signature that Python could read."""
+    module = nn.Sequential(nn.Linear(8, 8))
+    if not is_later:
+        module.forward = torch.relu
+    twin = Twin(module, where)
+    for seed in range(4):
+        twin(where.randn(3, 8, seed=seed))
+    for each in (twin.module, twin.plain):
+        each.forward = torch.relu
+    for seed in range(4):
+        twin(where.randn(3, 8, seed=seed))
+    assert twin.replays > 0

@@ -272,3 +272,15 @@ def test_a_module_that_was_put_off_goes_at_once(where: Where) -> None:
             assert weights() is None
     finally:
         gc.enable()
+
+
+def test_a_pause_of_zero_is_none_of_minus_zero(where: Where) -> None:
+    twin = Twin(Plain(), where, capture="warmup_only")
+    with twin.runner.warming_up():
+        twin.until_replayed(lambda index: (where.randn(3, 8, seed=index), -0.0))
+    before = twin.replays
+    with dit_graphs.request():
+        for index in range(3):
+            for extra in (0.0, -0.0, complex(0.0, 0.0)):
+                twin(where.randn(3, 8, seed=index), extra)
+    assert twin.replays == before + 3

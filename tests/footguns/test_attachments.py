@@ -112,7 +112,7 @@ def test_a_module_that_stays_eager_is_looked_at_once_per_request(
     pair = Pair("flux", prepare=lambda pipe: pipe.transformer.register_forward_hook(_nothing))
     watch = runner_of(pair.fast.transformer)._watch
     sweeps, refresh = [], watch.refresh
-    monkeypatch.setattr(watch, "refresh", lambda number: sweeps.append(number) or refresh(number))
+    monkeypatch.setattr(watch, "refresh", lambda *given: sweeps.append(given) or refresh(*given))
     assert pair.reasons_of(2, steps=6) == {"hooks": 12}
     assert len(sweeps) == 2
 

@@ -221,9 +221,7 @@ def test_the_look_between_two_steps_costs_no_sweep(monkeypatch: pytest.MonkeyPat
     watch = runner_of(pair.fast.transformer)._watch
     sweeps = []
     refresh = watch.refresh
-    monkeypatch.setattr(
-        watch, "refresh", lambda request: sweeps.append(request) or refresh(request)
-    )
+    monkeypatch.setattr(watch, "refresh", lambda *given: sweeps.append(given[0]) or refresh(*given))
     pair.latents(steps=6, callback_on_step_end=lambda pipe, step, timestep, kept: kept)
     assert not sweeps
 
