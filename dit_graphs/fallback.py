@@ -78,13 +78,13 @@ class EagerCalls(GraphHolding):
         except Exception as error:
             forget_refusals(error)
             raise
-        finally:
-            self._watch.note_pass()  # also where it raised half way
-        return self.call_eager(*args, **kwargs)
+        with self._noting_writes():
+            return self.call_eager(*args, **kwargs)
 
     @contextmanager
     def _noting_writes(self) -> Iterator[None]:
-        """Inside, a forward runs eagerly. Graphs that read what it wrote are compared once more.
+        """Inside, a forward runs eagerly, to its end or not, and may change the module: the next
+        call looks. Graphs that read what it wrote are compared once more.
 
         A table that a forward fills anew where the size changes is never filled by a replay.
         """
@@ -93,6 +93,7 @@ class EagerCalls(GraphHolding):
         try:
             yield
         finally:
+            self._watch.note_pass()
             for entry, reads, before in read:
                 if entry.state is State.READY and _versions(reads) != before:
                     entry.state = State.CAPTURED

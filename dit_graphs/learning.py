@@ -219,7 +219,7 @@ class Learning(CheckedCalls):
         if self.config.verify is not True:
             return self.config.verify is False
         restless, reliance = self._watch.restless(), entry.reliance
-        if not reliance.is_known_with(restless):
+        if not reliance.is_known_with(restless, self._habits):
             return False
         others = reliance.left_otherwise(restless)  # a replay does not turn them as its pass would
         return not others or self._habits.are_memories(others)

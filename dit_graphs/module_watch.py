@@ -277,7 +277,7 @@ class ModuleWatch:
         before, (now, glance) = self._base, self._state(exactly=False)
         self._is_fresh, self.lost, self.gained = False, {}, {}
         self.moved_weights = False
-        self.turned = frozenset(name for name, _ in set(self._found) ^ set(self.restless()))
+        self.turned = frozenset(each[0] for each in set(self._found) ^ set(self.restless()))
         if before is None or now is before:
             self._quiet_passes += 1
             return None

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from .op_traits import storage_key
 from .parts import LEAF_LIMIT, members, own_dict
 from .tree import UnknownLeaf, freeze
 
 __all__ = ["Habits", "Reliance", "Restless", "restless_values"]
 
-Restless: TypeAlias = "tuple[tuple[str, Hashable], ...]"
+Restless: TypeAlias = "tuple[tuple[str, Hashable, tuple[int, ...]], ...]"
 
 _NOTHING: Mapping[int, str] = MappingProxyType({})
 _MOST_CALLS = 2048
@@ -43,12 +44,14 @@ class Reliance:
     left: Restless = ()
     proven_with: list[Restless] = field(default_factory=list)
 
-    def is_known_with(self, restless: Restless) -> bool:
+    def is_known_with(self, restless: Restless, habits: Habits) -> bool:
         """Whether the graph was made or right while restless attributes held this, or was right
-        while they held ever other values.
+        while they held ever other values. Where memories lie does not matter.
         """
-        is_known = restless == self.captured_with or restless in self.proven_with
-        return is_known or len(self.proven_with) >= _ENOUGH
+        known = (self.captured_with, *self.proven_with)
+        if restless in known or len(self.proven_with) >= _ENOUGH:
+            return True
+        return any(_differ_in_places(restless, each, habits) for each in known)
 
     def prove(self, restless: Restless) -> None:
         """It was equal to eager while they held this."""
@@ -57,12 +60,12 @@ class Reliance:
 
     def blamed(self, restless: Restless) -> frozenset[str]:
         """The attributes that held none of the values under which the graph was right or made."""
-        known = {pair for each in (self.captured_with, *self.proven_with) for pair in each}
-        return frozenset(name for name, value in restless if (name, value) not in known)
+        known = {value for each in (self.captured_with, *self.proven_with) for value in each}
+        return frozenset(value[0] for value in restless if value not in known)
 
     def left_otherwise(self, restless: Restless) -> list[str]:
         """The attributes that hold something else now than its own last pass left in them."""
-        return [name for name, value in restless if (name, value) not in self.left]
+        return [value[0] for value in restless if value not in self.left]
 
     def forget_graph(self) -> None:
         """There is no graph any longer."""
@@ -129,17 +132,26 @@ class Habits:
             habit.made, habit.remade = {}, frozenset()
 
 
+def _differ_in_places(one: Restless, other: Restless, habits: Habits) -> bool:
+    """Whether two states hold the same but for where the tensors of memories lie."""
+    if [(name, plain) for name, plain, _ in one] != [(name, plain) for name, plain, _ in other]:
+        return False
+    pairs = zip(one, other, strict=True)
+    return habits.are_memories(mine[0] for mine, theirs in pairs if mine != theirs)
+
+
 def restless_values(module: nn.Module, names: Iterable[str]) -> Restless:
-    """What stands at each of the places now, by name; memory by its place only."""
-    return tuple((name, _key(_at(module, name))) for name in sorted(names))
+    """What stands at each of the places now, by name: plain values, and where tensors lie."""
+    return tuple((name, *_key(_at(module, name))) for name in sorted(names))
 
 
-def _key(value: object) -> Hashable:
+def _key(value: object) -> tuple[Hashable, tuple[int, ...]]:
+    found: list[Tensor] = []
     try:
-        return freeze(value, [], limit=LEAF_LIMIT)
+        return freeze(value, found, limit=LEAF_LIMIT), tuple(map(storage_key, found))
     except UnknownLeaf:
         # an object of its own in every pass, maybe: what it is made of has no name
-        return type(value).__module__, type(value).__qualname__
+        return (type(value).__module__, type(value).__qualname__), ()
 
 
 def _at(module: nn.Module, name: str) -> object:

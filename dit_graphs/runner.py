@@ -234,8 +234,6 @@ class GraphRunner(Learning):
             return self._miss(entry, call, refusal.reason, refusal.detail)
         except torch.OutOfMemoryError:
             pass  # tried again below, where the failed pass's frames are gone
-        finally:
-            self._watch.note_pass()
         if verdict is None:
             return self._out_of_memory(entry, call)
         take(taken, (call.positional, call.named))

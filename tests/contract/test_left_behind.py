@@ -14,7 +14,6 @@ from twin import Twin, Where
 
 import dit_graphs
 from dit_graphs.holding import GraphHolding
-from dit_graphs.reliance import Habits, Reliance, restless_values
 from dit_graphs.request_scope import begin_request, end_request
 from dit_graphs.static_inputs import StaticInputs
 
@@ -150,6 +149,31 @@ def test_a_graph_that_another_size_took_its_table_from_is_compared_once(graphing
         twin(graphing.randn(3, 8, seed=20 + seed))
     assert (twin.runner.stats.compares, twin.captures) == (compares + 1, captures)
     assert twin.replays == 2
+
+
+class Toggles(nn.Module):
+    """One kind of call puts a tensor there or takes it away; the other adds the one it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.shift: Tensor | None = None
+
+    def forward(self, x: Tensor, shift: float | None = None) -> Tensor:
+        if shift is not None:
+            is_there = self.shift is not None
+            self.shift = None if is_there else torch.full((8,), shift, device=x.device)
+        h = self.linear(x)
+        return h if self.shift is None else h + self.shift
+
+
+@pytest.mark.parametrize("seed", [40, 47, 66])
+def test_a_tensor_that_comes_and_goes_is_the_one_that_is_there(graphing: Where, seed: int) -> None:
+    twin, chance = Twin(Toggles(), graphing), Random(seed)
+    for number in range(60):
+        shift = chance.choice([None, None, None, 2.0, 3.0])
+        twin(graphing.randn(3, 8, seed=number), *(() if shift is None else (shift,)))
+    assert twin.replays > 0
 
 
 class SlotAndGain(OneSlot):
@@ -334,66 +358,3 @@ def test_inputs_are_not_perturbed_between_another_threads_binding_and_its_replay
     with pool:
         twin(x)
     assert twin.replays == before + 1 and late[0].result().reason is None
-
-
-def test_a_graph_that_was_right_under_ever_other_values_reads_none_of_them() -> None:
-    reliance = Reliance(captured_with=(("a", 0),))
-    assert reliance.is_known_with((("a", 0),)) and not reliance.is_known_with((("a", 1),))
-    for value in range(1, 9):
-        assert not reliance.is_known_with((("a", value),))
-        assert reliance.blamed((("a", value),)) == {"a"}
-        reliance.prove((("a", value),))
-        reliance.prove((("a", value),))
-        assert not reliance.blamed((("a", value),))
-    assert reliance.is_known_with((("a", 9),))
-    reliance.forget_graph()
-    assert not reliance.is_known_with((("a", 0),))
-
-
-def test_only_what_every_kind_of_call_turns_is_a_memory() -> None:
-    habits = Habits()
-    habits.note("one", frozenset({"a", "b"}))
-    assert habits.are_memories(["a", "b"])
-    habits.note("two", frozenset({"a"}))
-    assert habits.are_memories(["a"]) and not habits.are_memories(["a", "b"])
-    habits.note("two", frozenset({"b"}))
-    assert habits.are_memories(["a", "b"])
-
-
-def test_a_call_remakes_what_it_puts_there_again_after_another_took_it() -> None:
-    habits, none = Habits(), frozenset[str]()
-    habits.note("one", none, {}, {1: "a", 7: "b"})
-    habits.note("one", none, {1: "a"}, {2: "a"})
-    assert not habits.remade("one"), "its own was there, and it made another"
-    habits.note("two", none, {2: "a"}, {3: "a"})
-    assert not habits.remade("two"), "it had made nothing before"
-    habits.note("one", none, {3: "a"}, {4: "a"})
-    assert habits.remade("one") == {"a"}, "and no other place"
-    habits.forget_made()
-    assert not habits.remade("one")
-    habits.note("one", none, {3: "a"}, {}, frozenset({"a"}))
-    assert not habits.remade("one")
-    habits.note("one", none, {3: "a", 5: "b"}, {6: "a", 8: "b"}, frozenset({"a"}))
-    assert habits.remade("one") == {"a"}
-
-
-def test_what_stands_at_a_place_that_a_sweep_names() -> None:
-    class Held:
-        __slots__ = ("number",)
-
-        def __init__(self) -> None:
-            self.number = 3
-
-    module = nn.Sequential(nn.Linear(2, 2))
-    module.scale, module[0].options = 1.0, {"a": [1, 2.0], 3: "word"}
-    module[0].held = Held()
-    names = {
-        ".scale": (float, (1.0).hex()),
-        "0.options['a'][1]": (float, (2.0).hex()),
-        "0.options[3]": (str, "word"),
-        "0.held.number": (int, 3),
-        "0.held": (__name__, Held.__qualname__),
-        "0.gone.number": (type(None), None),
-        "class somewhere.Else": (type(None), None),
-    }
-    assert dict(restless_values(module, names)) == names

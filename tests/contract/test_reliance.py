@@ -1,0 +1,89 @@
+"""What tells a memory of the forward's own from what one kind of call leaves for another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dit_graphs.reliance import Habits, Reliance, Restless, restless_values
+
+
+def test_a_graph_that_was_right_under_ever_other_values_reads_none_of_them() -> None:
+    def held(value: int, *places: int) -> Restless:
+        return (("a", value, places),)
+
+    reliance, habits = Reliance(captured_with=held(0)), Habits()
+    habits.note("one", frozenset())
+    assert reliance.is_known_with(held(0), habits) and not reliance.is_known_with(held(1), habits)
+    for value in range(1, 9):
+        assert not reliance.is_known_with(held(value), habits)
+        assert reliance.blamed(held(value)) == {"a"}
+        reliance.prove(held(value))
+        reliance.prove(held(value))
+        assert not reliance.blamed(held(value))
+    assert reliance.is_known_with(held(9), habits)
+    reliance.forget_graph()
+    assert not reliance.is_known_with(held(0), habits)
+
+
+def test_where_a_memory_lies_does_not_matter() -> None:
+    reliance, habits = Reliance(captured_with=(("a", 0, (1,)),)), Habits()
+    habits.note("one", frozenset({"a"}))
+    assert reliance.is_known_with((("a", 0, (2,)),), habits)
+    assert not reliance.is_known_with((("a", 3, (1,)),), habits)
+    habits.note("two", frozenset())
+    assert not reliance.is_known_with((("a", 0, (2,)),), habits)
+
+
+def test_only_what_every_kind_of_call_turns_is_a_memory() -> None:
+    habits = Habits()
+    habits.note("one", frozenset({"a", "b"}))
+    assert habits.are_memories(["a", "b"])
+    habits.note("two", frozenset({"a"}))
+    assert habits.are_memories(["a"]) and not habits.are_memories(["a", "b"])
+    habits.note("two", frozenset({"b"}))
+    assert habits.are_memories(["a", "b"])
+
+
+def test_a_call_remakes_what_it_puts_there_again_after_another_took_it() -> None:
+    habits, none = Habits(), frozenset[str]()
+    habits.note("one", none, {}, {1: "a", 7: "b"})
+    habits.note("one", none, {1: "a"}, {2: "a"})
+    assert not habits.remade("one"), "its own was there, and it made another"
+    habits.note("two", none, {2: "a"}, {3: "a"})
+    assert not habits.remade("two"), "it had made nothing before"
+    habits.note("one", none, {3: "a"}, {4: "a"})
+    assert habits.remade("one") == {"a"}, "and no other place"
+    habits.forget_made()
+    assert not habits.remade("one")
+    habits.note("one", none, {3: "a"}, {}, frozenset({"a"}))
+    assert not habits.remade("one")
+    habits.note("one", none, {3: "a", 5: "b"}, {6: "a", 8: "b"}, frozenset({"a"}))
+    assert habits.remade("one") == {"a"}
+
+
+def test_what_stands_at_a_place_that_a_sweep_names() -> None:
+    class Held:
+        __slots__ = ("number",)
+
+        def __init__(self) -> None:
+            self.number = 3
+
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.scale, module[0].options = 1.0, {"a": [1, 2.0], 3: "word"}
+    module[0].held = Held()
+    module.memory = (4, torch.ones(2))
+    names = {
+        ".scale": (float, (1.0).hex()),
+        ".memory": (tuple, ((int, 4), Tensor)),
+        "0.options['a'][1]": (float, (2.0).hex()),
+        "0.options[3]": (str, "word"),
+        "0.held.number": (int, 3),
+        "0.held": (__name__, Held.__qualname__),
+        "0.gone.number": (type(None), None),
+        "class somewhere.Else": (type(None), None),
+    }
+    found = restless_values(module, names)
+    assert {name: value for name, value, _ in found} == names
+    places = {name: where for name, _, where in found if where}
+    assert places == {".memory": (module.memory[1].untyped_storage().data_ptr(),)}
