@@ -123,9 +123,8 @@ class Entry:
 
     def block(self, reason: Reason, detail: str, retry_after: int = 0) -> None:
         """No more captures of this signature (before use number `retry_after`, if given)."""
-        self.state = State.BLOCKED
-        self.blocked = (reason, detail)
-        self.retry_after = retry_after
+        self.blocked, self.retry_after = (reason, detail), retry_after
+        self.state = State.BLOCKED  # last: other threads ask for the reason then
 
     def block_until_retry(self, reason: Reason, detail: str) -> None:
         """No capture for 64 uses, and for four times as many after each further refusal."""
@@ -312,7 +311,8 @@ class GraphCache:
         for plan in list(self.plans.values()):
             plan.stuck = 0
         for entry in list(self.entries.values()):
-            if entry.blocked is None or entry.blocked[0] is Reason.OFFLOAD:
+            blocked = entry.blocked
+            if blocked is None or blocked[0] is Reason.OFFLOAD:
                 continue
             if entry.chances:
                 soon = entry.uses + 2 ** min(entry.chances, _MAX_CAUTION)

@@ -170,12 +170,13 @@ class GraphRunner(Learning):
         if entry.state is State.BLOCKED:
             if not self._watch.is_current(call.request) and self._is_outdated(call):
                 return self._serve_anew(entry, call)  # what forbade a graph may be gone
-            assert entry.blocked is not None
-            still = entry.retry_after - entry.uses if entry.retry_after else FOR_GOOD
-            if still > 0:
-                self._pause(entry, call, still - 1, entry.blocked)
-                return self._miss(entry, call, *entry.blocked)
-            entry.unblock()
+            blocked, retry_after = entry.blocked, entry.retry_after
+            still = retry_after - entry.uses if retry_after else FOR_GOOD
+            if blocked is not None and still > 0:
+                self._pause(entry, call, still - 1, blocked)
+                return self._miss(entry, call, *blocked)
+            if blocked is not None:  # else another thread has just taken it back
+                entry.unblock()
         return self._learn(entry, call)
 
     # Serving from a graph.

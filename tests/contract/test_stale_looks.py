@@ -192,3 +192,26 @@ def test_a_module_is_looked_at_after_a_call_that_it_may_have_refused(graphing: W
         assert module(x.to("meta")).is_meta
     runner = dit_graphs.wrapping.runner_of(module)
     assert runner is not None and runner.stats.fallbacks[Reason.OFFLOAD] == 2
+
+
+def test_a_block_that_another_thread_takes_back_is_none_for_a_call_that_has_found_it(
+    graphing: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = Twin(Scaled(), graphing)
+    _generation(twin, graphing, 3, 3, 3, 3)
+    (entry,) = twin.runner.cache.held()
+    twin.runner._settle_release(entry)
+    entry.block(Reason.HOST_READ, "for a test")
+    is_outdated, taken_back = twin.runner._is_outdated, []
+
+    def late(call: Call) -> bool:
+        if not taken_back:
+            taken_back.append(entry.state)
+            entry.unblock()
+        return is_outdated(call)
+
+    monkeypatch.setattr(twin.runner, "_is_outdated", late)
+    before = twin.replays
+    _generation(twin, graphing, 3, 3, 3, 3, seed=1)
+    assert taken_back and twin.replays > before
+    assert not twin.runner.stats.fallbacks[Reason.HOST_READ]
