@@ -204,9 +204,10 @@ class Entry:
         written = self.observation.written_externals if self.observation is not None else ()
         return any(storage_key(tensor) in storages for tensor in written)
 
-    def reads(self, storages: Collection[int]) -> set[int]:
+    def reads(self, storages: Collection[int]) -> frozenset[int]:
         """What its graph reads of these, which are not its own."""
-        return self.recording.reads(storages) if self.recording is not None else set()
+        recording = self.recording  # which another thread may let go
+        return recording.reads() & set(storages) if recording is not None else frozenset()
 
     @property
     def is_held(self) -> bool:
@@ -238,6 +239,7 @@ class GraphCache:
         self._close = WeakMethod(close) if isinstance(close, MethodType) else lambda: close
         self._now = 0
         self._request: int | None = None
+        self.readers: list[Entry] = []  # with graphs that read tables of the module, or did
         self._scalars: dict[int, deque[Signature]] = {}
         self._varying: dict[Hashable, str] = {}  # by signature without numbers
 
@@ -268,8 +270,8 @@ class GraphCache:
         A strength that changes between generations does not count: it repeats within one.
         """
         masked = signature.without_numbers()
-        if masked in self._varying:
-            return self._varying[masked]
+        if (known := self._varying.get(masked)) is not None:
+            return known
         seen = self._scalars.setdefault(hash(masked), deque(maxlen=3))
         seen.append(signature)
         _bound(self._scalars)
@@ -278,9 +280,9 @@ class GraphCache:
         columns = zip(*[one.numbers() for one in seen], strict=True)
         if not any(len(set(column)) == 3 for column in columns):
             return None
-        self._varying[masked] = _names_of_different(list(seen))
+        self._varying[masked] = names = _names_of_different(list(seen))
         _bound(self._varying)
-        return self._varying[masked]
+        return names
 
     def add(
         self,
@@ -335,6 +337,11 @@ class GraphCache:
         """Entries that hold a graph."""
         return [entry for entry in list(self.entries.values()) if entry.recording is not None]
 
+    def note_graph(self, entry: Entry) -> None:
+        """`entry` was given a graph."""
+        known = [*self.readers, entry] if entry not in self.readers else self.readers
+        self.readers = [each for each in known if each.tables]
+
     def serves_alike(self, entry: Entry) -> bool:
         """Whether a graph of another signature serves calls that look like those of `entry`."""
         return _looks_like_one(entry, self.held())
@@ -371,9 +378,7 @@ class GraphCache:
     def nearest(self, signature: Signature) -> Signature | None:
         """The held signature that differs in the fewest lines, for messages."""
         others = [e.signature for e in self.held() if e.signature != signature]
-        if not others:
-            return None
-        return min(others, key=lambda other: len(other.diff(signature)))
+        return min(others, key=lambda other: len(other.diff(signature)), default=None)
 
 
 def _names_of_different(signatures: list[Signature]) -> str:
@@ -384,8 +389,8 @@ def _names_of_different(signatures: list[Signature]) -> str:
 
 
 def _looks_like_one(entry: Entry, known: list[Entry]) -> bool:
-    others = (other for other in known if other is not entry)
-    return any(other.signature.looks_like(entry.signature) for other in others)
+    mine = entry.signature
+    return any(other is not entry and other.signature.looks_like(mine) for other in known)
 
 
 def _bound(known: dict[K, V]) -> None:

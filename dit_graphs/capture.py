@@ -246,7 +246,7 @@ class Capturer(Admission):
                 raise CaptureAborted(Reason.STATE_ESCAPED, escaped)
             inputs.rebind_always, entry.taken = observation.written_inputs, call.taken
             entry.private = private_storages(observation, self.forward.module)
-            entry.tables = _tables(recording.only_reads(), python.tensors())
+            entry.tables = _tables(recording.reads(), python.tensors())
             entry.recording, entry.backend, entry.state = recording, name, State.CAPTURED
             entry.capture_ms = (time.perf_counter() - started) * 1e3
             self.state.may_hold_graphs = True

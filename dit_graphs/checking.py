@@ -7,6 +7,8 @@ while the device works; only what is learned must be true beforehand.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from .cache import Entry, State
 from .calls import Call, signature_source
 from .errors import CaptureAborted, Reason
@@ -18,7 +20,7 @@ from .signature import CallForm
 __all__ = ["CheckedCalls"]
 
 
-class CheckedCalls(EagerCalls):
+class CheckedCalls(EagerCalls, ABC):
     """A holder of graphs that drops or compares them once more where its module has changed."""
 
     def _check_module(self, request: Request | None) -> bool:
@@ -95,5 +97,6 @@ class CheckedCalls(EagerCalls):
         self._watch.forget()
         return self._serve_given(*call.given)
 
+    @abstractmethod
     def _serve_given(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        raise NotImplementedError
+        """The result of a call as its caller made it."""

@@ -7,8 +7,8 @@ started; where that cannot be had again, the caller decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .counters import log
 from .errors import FallbackError, Reason, forget_refusals
 from .holding import GraphHolding
 from .memory import DeviceState
+from .module_watch import ModuleWatch
 from .pauses import Pause
 from .taken import reached, repeatable
 from .tree import PLAIN
@@ -81,22 +82,13 @@ class EagerCalls(GraphHolding):
         with self._noting_writes():
             return self.call_eager(*args, **kwargs)
 
-    @contextmanager
-    def _noting_writes(self) -> Iterator[None]:
+    def _noting_writes(self) -> AbstractContextManager[None]:
         """Inside, a forward runs eagerly, to its end or not, and may change the module: the next
         call looks. Graphs that read what it wrote are compared once more.
 
         A table that a forward fills anew where the size changes is never filled by a replay.
         """
-        held = self.cache.held() if self.state.may_hold_graphs else ()
-        read = [(entry, entry.tables, _versions(entry.tables)) for entry in held if entry.tables]
-        try:
-            yield
-        finally:
-            self._watch.note_pass()
-            for entry, reads, before in read:
-                if entry.state is State.READY and _versions(reads) != before:
-                    entry.state = State.CAPTURED
+        return _EagerPass(self._watch, self.cache.readers)
 
     def _start_of(self, call: Call) -> _Start | None:
         """What a pass over the call's buffers starts from, where its bits may not be eager's."""
@@ -113,6 +105,22 @@ class EagerCalls(GraphHolding):
             return result
         start.put_back()
         return repeatable(self.call_eager, call.args, call.kwargs, entry.taken)()
+
+
+class _EagerPass(AbstractContextManager[None]):
+    # no generator: most calls of new sizes pass through
+    __slots__ = ("_before", "_watch")
+
+    def __init__(self, watch: ModuleWatch, readers: list[Entry]) -> None:
+        self._watch = watch
+        tables = [(entry, entry.tables) for entry in readers]
+        self._before = [(entry, read, _versions(read)) for entry, read in tables if read]
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.note_pass()
+        for entry, read, before in self._before:
+            if entry.state is State.READY and _versions(read) != before:
+                entry.state = State.CAPTURED
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> list[int | None]:

@@ -23,8 +23,8 @@ class CaptureGate:
     A capture does not wait where another thread's call is inside, it is put off. After
     `MAX_PUT_OFF` of them in a row the next one does wait: calls that arrive wait with it until
     those inside have left, or for `PATIENCE_S` at most. Constant load cannot keep it out for ever.
-    A forward may wait for a call that a thread of its own makes: no call waits for its capture
-    longer than `CALLS_PATIENCE_S`, and after one that did so none.
+    A forward may wait for a call that a thread of its own makes, so a call that can do without the
+    gate waits for a capture no longer than `CALLS_PATIENCE_S`, and after one that did so none does.
     """
 
     MAX_PUT_OFF = 4
@@ -45,16 +45,23 @@ class CaptureGate:
         return self._shared
 
     def enter(self) -> None:
-        """A call of this thread begins; see `shared`.
+        """A call of this thread begins; see `shared`."""
+        me = threading.get_ident()
+        with self._lock:
+            self._lock.wait_for(lambda: self._may_enter(me))
+            self._note_inside(me)
 
-        Raises `CaptureAborted` where the capture does not end, which may wait for this very call.
-        """
+    def enter_soon(self) -> None:
+        """As `enter`; raises `CaptureAborted` where a capture does not end."""
         me = threading.get_ident()
         with self._lock:
             if not self._may_enter(me) and not self._got_in(me):
                 self._is_in_vain = True
                 raise CaptureAborted(Reason.CAPTURE_GATE_BUSY, "a capture does not end")
-            self._inside[me] = self._inside.get(me, 0) + 1
+            self._note_inside(me)
+
+    def _note_inside(self, me: int) -> None:
+        self._inside[me] = self._inside.get(me, 0) + 1
 
     def _may_enter(self, me: int) -> bool:
         is_closed = self._waiting is not None or self._owner not in (None, me)

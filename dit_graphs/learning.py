@@ -201,6 +201,7 @@ class Learning(CheckedCalls):
             self._keep_budget(entry)
             recording, inputs = entry.graph()  # still: other threads may let go of all graphs
             entry.reliance.captured_with = restless
+            self.cache.note_graph(entry)
         except CaptureAborted as refusal:
             if not was_observed and refusal.reason in _OBSERVABLE:
                 entry.plan.is_simple = False  # this size is not like the others: observe it

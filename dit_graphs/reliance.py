@@ -12,6 +12,7 @@ import re
 from ast import literal_eval
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeAlias, cast
 
@@ -154,10 +155,15 @@ def _key(value: object) -> tuple[Hashable, tuple[int, ...]]:
         return (type(value).__module__, type(value).__qualname__), ()
 
 
+@lru_cache(maxsize=4096)
+def _steps(name: str) -> list[tuple[str, str]]:
+    return _STEP.findall(name)
+
+
 def _at(module: nn.Module, name: str) -> object:
     """What stands at the place that a sweep calls `name`; None where that is a class, or gone."""
     found: object = None if name.startswith("class ") else module
-    for attribute, key in _STEP.findall(name):
+    for attribute, key in _steps(name):
         if isinstance(found, nn.Module) and attribute in found._modules:
             found = found._modules[attribute]
             continue

@@ -72,7 +72,7 @@ class GraphRunner(Learning):
             return self._fall_back(reason, "", args, kwargs)
         gate = self.state.gate
         try:
-            gate.enter()
+            gate.enter_soon()
         except CaptureAborted as refusal:
             return self._fall_back(refusal.reason, refusal.detail, args, kwargs)
         try:

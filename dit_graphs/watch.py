@@ -41,6 +41,7 @@ from .origins import Origin, Origins
 __all__ = [
     "Args",
     "BreakPolicy",
+    "EachOp",
     "Handler",
     "Kwargs",
     "OpTraits",
@@ -103,10 +104,12 @@ class _Functions(TorchFunctionMode):
         return self.watch.on_function(func, args, kwargs or {})
 
 
-class _Dispatch(TorchDispatchMode):
-    def __init__(self, watch: Watch) -> None:
+class EachOp(TorchDispatchMode):
+    """Inside, every op goes to `on_op(func, args, kwargs)`."""
+
+    def __init__(self, on_op: Callable[[torch._ops.OpOverload, Args, Kwargs], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.watch = watch
+        self._on_op = on_op
 
     def __torch_dispatch__(
         self,
@@ -115,7 +118,7 @@ class _Dispatch(TorchDispatchMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> object:
-        return self.watch.on_op(func, args, kwargs or {})
+        return self._on_op(func, args, kwargs or {})
 
 
 class Watch(ABC):
@@ -131,12 +134,12 @@ class Watch(ABC):
         self.in_break = 0
         self._paths = {id(child): path for path, child in module.named_modules()}
         self.origins = Origins()
-        self._modes: tuple[_Dispatch, _Functions] | None = None
+        self._modes: tuple[EachOp, _Functions] | None = None
         self._token: Token[Watch | None] | None = None
 
     def __enter__(self) -> Watch:
         self._token = _watching.set(self)
-        self._modes = (_Dispatch(self), _Functions(self))
+        self._modes = (EachOp(self.on_op), _Functions(self))
         self._modes[0].__enter__()  # type: ignore[no-untyped-call]
         self._modes[1].__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -6,7 +6,7 @@ only `replay` gives it values, and they are valid until the next replay on the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -69,11 +69,8 @@ class Recording(Protocol, Generic[T_co]):
     def held(self) -> list[object]:
         """What its breaks are given, as it is kept for their next run."""
 
-    def only_reads(self) -> frozenset[int]:
-        """The storages outside of it that its graph reads and does not write, inputs aside."""
-
-    def reads(self, storages: Collection[int]) -> set[int]:
-        """What it reads of this memory, which is not its own and lies where it lay."""
+    def reads(self) -> frozenset[int]:
+        """The storages outside of it that it reads and does not write, inputs aside."""
 
     def close(self) -> None:
         """Everything the recording held is released; it is never replayed again."""
@@ -186,14 +183,11 @@ class BreakLog:
         """What the breaks are given, as it is kept for their next run."""
         return [value for bound in self.bound for value in (*bound.args, *bound.kwargs.values())]
 
-    def only_reads(self) -> frozenset[int]:
-        """The storages outside that are read here and not written, inputs aside."""
-        return frozenset(self.externals.keys() - self._rewrites)
-
-    def reads(self, storages: Collection[int]) -> set[int]:
-        """What ops and the bodies of breaks read of this memory."""
+    def reads(self) -> frozenset[int]:
+        """The storages outside that ops and the bodies of breaks read and no op writes."""
         given = {storage_key(each) for each in self.held() if isinstance(each, Tensor)}
-        return {key for key in storages if key in self.externals or key in given}
+        outside = given - self._produced - self._inputs
+        return frozenset((outside | self.externals.keys()) - self._rewrites)
 
     def produced_outputs(self, output: object) -> list[Tensor]:
         """The output tensors a replay rewrites (not inputs or weights handed through)."""

@@ -7,7 +7,7 @@ and results are cloned before the next one, so a larger graph's memory serves th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar, cast
 
@@ -213,11 +213,8 @@ class CudaRecording(Generic[T]):
     def held(self) -> list[object]:
         return self._session.held()
 
-    def only_reads(self) -> frozenset[int]:
-        return self._session.only_reads()
-
-    def reads(self, storages: Collection[int]) -> set[int]:
-        return self._session.reads(storages)
+    def reads(self) -> frozenset[int]:
+        return self._session.reads()
 
     def close(self) -> None:
         self._steps = ()

@@ -6,12 +6,12 @@ means the model or the runner; wrong only with graphs means the capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..breaks import BreakResult, handling_breaks
 from ..buffers import clone_layout, copy_layout, poison
@@ -19,6 +19,7 @@ from ..errors import BreakFailed, CaptureAborted, Reason
 from ..observer import CaptureLog
 from ..op_traits import Args, Kwargs, iter_tensors, traits_of
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
+from ..watch import EachOp
 from .base import BreakLog, CapturePlan, Recording
 
 __all__ = ["DebugBackend", "DebugRecording"]
@@ -37,7 +38,8 @@ class DebugBackend:
         random = plan.state.random_state()
         kept = [(tensor, clone_layout(tensor)) for tensor in (*plan.inputs, *plan.externals)]
         try:
-            with plan.state.capture_stream(), handling_breaks(None), _Writes(plan, log):
+            watching = EachOp(partial(_run_watched, plan, log))
+            with plan.state.capture_stream(), handling_breaks(None), watching:
                 result = fn(None)
         finally:
             for tensor, before in kept:
@@ -51,32 +53,21 @@ class DebugBackend:
         return DebugRecording(output, layout, fn, log)
 
 
-class _Writes(TorchDispatchMode):
-    """Inside, nothing is written that the observed pass did not write: no compare could undo it."""
-
-    def __init__(self, plan: CapturePlan, log: BreakLog) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._plan = plan
-        self._log = log
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: object,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
-    ) -> object:
-        traits = traits_of(func)
-        for tensor in traits.written(args, kwargs or {}):
-            is_here = tensor.device.type == self._plan.state.device.type
-            if is_here and not self._log.may_write(tensor):
-                detail = f"{traits.name}: a write not observed yet"
-                raise CaptureAborted(Reason.STATE_CHANGED, detail)
-        result = func(*args, **(kwargs or {}))
-        if traits.is_plain or traits.name == "aten::lift_fresh":  # `torch.tensor`
-            for tensor in iter_tensors((result,)):
-                self._log.note_produced(tensor)
-        return result
+def _run_watched(
+    plan: CapturePlan, log: BreakLog, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs
+) -> object:
+    """Nothing is written that the observed pass did not write: no compare could undo it."""
+    traits = traits_of(func)
+    for tensor in traits.written(args, kwargs):
+        is_here = tensor.device.type == plan.state.device.type
+        if is_here and not log.may_write(tensor):
+            detail = f"{traits.name}: a write not observed yet"
+            raise CaptureAborted(Reason.STATE_CHANGED, detail)
+    result = func(*args, **kwargs)
+    if traits.is_plain or traits.name == "aten::lift_fresh":  # `torch.tensor`
+        for tensor in iter_tensors((result,)):
+            log.note_produced(tensor)
+    return result
 
 
 class DebugRecording(Generic[T]):
@@ -112,11 +103,8 @@ class DebugRecording(Generic[T]):
     def held(self) -> list[object]:
         return self._log.held()
 
-    def only_reads(self) -> frozenset[int]:
-        return self._log.only_reads()
-
-    def reads(self, storages: Collection[int]) -> set[int]:
-        return set()  # what the module holds then, whichever that is
+    def reads(self) -> frozenset[int]:
+        return frozenset()  # what the module holds then, whichever that is
 
     def close(self) -> None:
         self._fn = None

@@ -10,20 +10,19 @@ layouts, and then makes itself unseen: outputs become NaN, writes and random num
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..breaks import BoundBreak, BreakSite, handling_breaks
 from ..buffers import poison
 from ..errors import CaptureAborted, Reason
 from ..observer import CaptureLog
 from ..tree import UnknownLeaf, map_tensors, tensor_leaves
-from ..watch import Args, Kwargs, iter_tensors, storage_key, traits_of, unwatched
+from ..watch import Args, EachOp, Kwargs, iter_tensors, storage_key, traits_of, unwatched
 from .base import BreakLog, CapturePlan, Recording, refusal_of
 
 __all__ = ["RecordedBackend", "RecordedRecording"]
@@ -71,21 +70,6 @@ class _Borrowed:
         dead = torch.empty(tuple(shape), dtype=self._dtype, device="cpu")
         poison(dead)
         return dead
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self, session: _Session) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.session = session
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: object,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
-    ) -> object:
-        return self.session.record(func, args, kwargs or {})
 
 
 class _Session(BreakLog):
@@ -197,7 +181,7 @@ class RecordedBackend:
         random = plan.state.random_state()
         explicit = [(generator, generator.get_state()) for generator in plan.generators]
         try:
-            with _Recorder(session), handling_breaks(session):
+            with EachOp(session.record), handling_breaks(session):
                 result = fn(session)
             output = cast(T, map_tensors(result, Tensor.detach))
             del result
@@ -248,11 +232,8 @@ class RecordedRecording(Generic[T]):
     def held(self) -> list[object]:
         return self._session.held()
 
-    def only_reads(self) -> frozenset[int]:
-        return self._session.only_reads()
-
-    def reads(self, storages: Collection[int]) -> set[int]:
-        return self._session.reads(storages)
+    def reads(self) -> frozenset[int]:
+        return self._session.reads()
 
     def close(self) -> None:
         self._steps = ()

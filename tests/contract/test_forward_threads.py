@@ -66,13 +66,37 @@ def test_calls_wait_for_a_capture_that_does_not_end_once(monkeypatch: pytest.Mon
         for _ in range(3):
             started = time.perf_counter()
             with pytest.raises(CaptureAborted):
-                gate.enter()
+                gate.enter_soon()
             took.append(time.perf_counter() - started)
         return took
 
     with ThreadPoolExecutor(1) as pool:
         with gate.exclusive():
             took = pool.submit(calls).result(timeout=60)
-        pool.submit(gate.enter).result(timeout=60)
+        pool.submit(gate.enter_soon).result(timeout=60)
         pool.submit(gate.leave).result(timeout=60)
     assert took[0] >= 0.3 > took[1] + took[2]
+
+
+def test_who_cannot_do_without_the_gate_waits_for_the_end_of_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A text that is being written goes on where it was, however long another's capture takes."""
+    monkeypatch.setattr(CaptureGate, "CALLS_PATIENCE_S", 0.05)
+    gate = CaptureGate()
+
+    def write() -> bool:
+        with gate.shared():
+            return True
+
+    def give_up() -> None:
+        with pytest.raises(CaptureAborted):
+            gate.enter_soon()
+
+    with ThreadPoolExecutor(2) as pool:
+        with gate.exclusive():
+            writing = pool.submit(write)
+            pool.submit(give_up).result(timeout=60)  # and nobody else gives up with it
+            time.sleep(0.1)
+            assert not writing.done()
+        assert writing.result(timeout=60)
