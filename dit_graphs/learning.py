@@ -232,13 +232,16 @@ class Learning(CheckedCalls):
         if verdict.reason is None and not relied_on:
             reliance.prove(restless)
             return verdict
-        is_other = verdict.reason is Reason.VERIFY_MISMATCH
+        is_other = verdict.reason in (Reason.VERIFY_MISMATCH, Reason.STATE_CHANGED)
         blamed = reliance.blamed(restless) if is_other else frozenset()
         if blamed:
             self._watch.keep_in_key(blamed)
         elif not relied_on:
             return verdict
-        detail = ", ".join(sorted(blamed)) or "memory of the module that it reads"
+        detail = (
+            ", ".join(name.lstrip(".") for name in sorted(blamed))
+            or "memory of the module that it reads"
+        )
         return replace(verdict, reason=Reason.STATE_CHANGED, detail=f"other calls turn {detail}")
 
     def _accept(self, entry: Entry, verdict: Verdict) -> None:

@@ -233,10 +233,13 @@ class ModuleWatch:
         is_added = set(before.caches) <= set(now.caches)
         return "caches" if self.ran_eager and is_added else "weights"
 
-    def is_as_adopted(self) -> bool:
-        """Whether nothing changed since a state was adopted; nothing is remembered of it."""
+    def is_as_adopted(self, restless: Restless) -> bool:
+        """Whether nothing changed since a state was adopted and restless attributes held this.
+
+        Nothing is remembered of it.
+        """
         now, _ = self._state(exactly=False)
-        return now == self._base
+        return now == self._base and self.restless() == restless
 
     def before_pass(self) -> None:
         """An eager pass is about to run whose own changes `adopt_changes` will look for."""

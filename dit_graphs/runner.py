@@ -8,6 +8,7 @@ calls replay, and a call whose unproven input changes for the first time is comp
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -226,7 +227,7 @@ class GraphRunner(Learning):
         taken, restless = entry.taken, self._watch.restless()
         eager = repeatable(self.call_eager, call.args, call.kwargs, taken)
         try:
-            settled = self._watch.is_as_adopted
+            settled = partial(self._watch.is_as_adopted, restless)
             with self._noting_writes():
                 verdict = verify_call(self.state, entry, call.tensors, eager, settled)
         except BreakFailed as failure:

@@ -358,3 +358,38 @@ def test_inputs_are_not_perturbed_between_another_threads_binding_and_its_replay
     with pool:
         twin(x)
     assert twin.replays == before + 1 and late[0].result().reason is None
+
+
+class Breaks(nn.Module):
+    """Only the body of a break reads the table that another kind of call exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gain = torch.ones(8)
+
+    def forward(self, x: Tensor, gain: float | None = None) -> Tensor:
+        if gain is not None:
+            self.gain = torch.full((8,), gain, device=x.device)
+        return _scaled(self.linear(x), self.gain) + 1
+
+
+@dit_graphs.eager_on_graph
+def _scaled(x: Tensor, gain: Tensor) -> Tensor:
+    return x * gain
+
+
+@pytest.mark.parametrize("boundary", ["none", "by hand", "unwatched"])
+def test_what_the_body_of_a_break_reads_is_read_by_its_graph(
+    segmenting: Where, boundary: str
+) -> None:
+    twin, chance = Twin(Breaks(), segmenting), Random(3)
+    for module in (twin.module, twin.plain):
+        module.gain = module.gain.to(segmenting.device)
+    for number in range(5):
+        if boundary == "by hand":
+            with dit_graphs.request(total_steps=10):
+                _mixed(twin, segmenting, chance, number)
+            continue
+        _enter(boundary, 10)
+        _mixed(twin, segmenting, chance, number)

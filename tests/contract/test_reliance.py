@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
+import pytest
 import torch
 from torch import Tensor, nn
+from twin import Twin, Where
 
+import dit_graphs
 from dit_graphs.reliance import Habits, Reliance, Restless, restless_values
+from dit_graphs.request_scope import begin_request, end_request
 
 
 def test_a_graph_that_was_right_under_ever_other_values_reads_none_of_them() -> None:
@@ -87,3 +93,35 @@ def test_what_stands_at_a_place_that_a_sweep_names() -> None:
     assert {name: value for name, value, _ in found} == names
     places = {name: where for name, _, where in found if where}
     assert places == {".memory": (module.memory[1].untyped_storage().data_ptr(),)}
+
+
+class Notices(nn.Module):
+    """A memory of the last size, as it looks, and a result that depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.size = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_new, self.size = self.size != len(x), len(x)
+        return self.linear(x) * (2.0 if is_new else 1.0)
+
+
+@pytest.mark.parametrize("boundary", ["none", "by hand", "unwatched"])
+def test_what_every_call_turns_may_be_read_by_it_all_the_same(
+    graphing: Where, boundary: str
+) -> None:
+    """Then it belongs to the key, for good: calls that find what they left have graphs."""
+    twin, served = Twin(Notices(), graphing), 0
+    for number in range(8):
+        sizes = [3] * 6 + [4] * 6 + [3, 4] * 3 if number % 2 else [4, 4, 4, 3, 3, 3] * 3
+        served = twin.replays
+        with ExitStack() as stack:
+            if boundary == "by hand":
+                stack.enter_context(dit_graphs.request(len(sizes)))
+            elif boundary == "unwatched":
+                stack.callback(end_request, begin_request(len(sizes)))
+            for step, size in enumerate(sizes):
+                twin(graphing.randn(size, 8, seed=20 * number + step))
+    assert twin.replays - served >= 6, "in the last round, of ten calls that find what they left"

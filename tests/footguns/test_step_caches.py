@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -17,6 +18,7 @@ from diffusers.hooks import apply_first_block_cache, hooks
 from pair import Pair
 
 import dit_graphs
+from dit_graphs.pipelines import step_caches
 from dit_graphs.pipelines.attachments import state_guard
 from dit_graphs.wrapping import runner_of
 
@@ -317,3 +319,12 @@ def test_b55_cache_dit_stays_eager_with_one_reason() -> None:
             assert torch.equal(latents(), plain)
         assert dit_graphs.stats(pipe)["components"]["denoiser"]["replays"] >= 3
         dit_graphs.restore(pipe)
+
+
+@pytest.mark.parametrize("name", ["cond", None])
+def test_a_context_is_known_by_its_name_in_every_diffusers(name: str | None) -> None:
+    """Up to 0.40 the manager of a cache's states holds the name alone."""
+    new = SimpleNamespace(_context=SimpleNamespace(name=name) if name else None)
+    old = SimpleNamespace(_current_context=name)
+    for manager in (new, old):
+        assert step_caches._context_of(SimpleNamespace(state_manager=manager)) == name
