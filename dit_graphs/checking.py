@@ -88,7 +88,7 @@ class CheckedCalls(EagerCalls, ABC):
 
     def _own_changes(self) -> None:
         """Nobody but the forward changed anything since the last look, in passes not looked at."""
-        self._watch.adopt_changes(lambda: False, self._doubt_readers)
+        self._watch.adopt_changes(lambda: False, self._doubt_graphs)
 
     def _serve_anew(self, entry: Entry, call: Call) -> object:
         """The call's result, from its start: the module is checked first."""

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .ambient import outside_modes
+from .class_facts import ClassFacts
 from .module_state import (
     HIDDEN_DEPTH,
     HOOK_TABLES,
     OBJECT_DEPTH,
-    ClassFacts,
     derived_names,
     is_ours,
     tensor_key,

@@ -27,6 +27,7 @@ from .errors import CaptureAborted, Reason
 from .forward import Forward, prepared
 from .intercept import Intercept
 from .memory import DeviceState, device_state
+from .module_state import Exchange
 from .module_watch import ModuleWatch
 from .pauses import Pauses
 from .reliance import Habits
@@ -158,11 +159,10 @@ class GraphHolding:
 
     def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
         """What the first passes set themselves (SDPA priorities, caches) is the entry's key now."""
-        doubt = partial(self._doubt_readers, entry=entry)
+        doubt = partial(self._doubt_graphs, entry=entry)
         moved = self._watch.adopt_changes(lambda: self.cache.knows_alike(entry), doubt)
-        watch, reliance = self._watch, entry.reliance
-        seen = watch.turned, watch.lost, watch.gained
-        self._habits.note(entry.signature.call, *seen, reliance.doubted)
+        watch, reliance, call = self._watch, entry.reliance, entry.signature.call
+        self._habits.note(call, watch.turned, watch.exchange, reliance.doubted)
         reliance.left = watch.restless()
         now = entry.signature.under(ambient_state(self.device), self._extra())
         if now != entry.signature:
@@ -170,17 +170,17 @@ class GraphHolding:
             self._rekey(entry, now)
         return moved
 
-    def _doubt_readers(self, lost: dict[int, str], entry: Entry | None = None) -> None:
-        """A pass (of `entry`) took this memory from the module: who reads it is compared again."""
-        for other in self.cache.held() if lost else ():
+    def _doubt_graphs(self, exchange: Exchange, entry: Entry | None = None) -> None:
+        """A pass (of `entry`) did that: graphs of calls that do not make it anew are compared."""
+        lost = exchange.lost
+        for other in self.cache.held() if exchange.moved else ():
             if other.writes_to(lost):
                 self._settle_release(other)
                 self.stats.invalidations += 1
-            elif other is not entry:
-                read = frozenset(lost[key] for key in other.reads(lost))
-                if read - self._remade(other):
-                    other.state = State.CAPTURED
-                    other.reliance.doubted |= read
+            elif other is not entry and (strange := exchange.moved - self._remade(other)):
+                read = {lost[key] for key in other.reads(lost)}
+                other.state, other.reliance.is_shaken = State.CAPTURED, True
+                other.reliance.doubted |= read & strange
 
     def _remade(self, entry: Entry) -> frozenset[str]:
         return self._habits.remade(entry.signature.call)

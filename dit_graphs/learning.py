@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from .ambient import ambient_state, casting
+from .backends.base import Recording
 from .cache import Entry, State
 from .calls import Call
 from .checking import CheckedCalls
 from .errors import BreakFailed, CaptureAborted, Reason
+from .op_traits import storage_key
 from .pauses import FOR_GOOD
 from .reliance import Restless
 from .taken import take
+from .tree import tensor_leaves
 from .verify import Verdict
 
 __all__ = ["Learning"]
@@ -196,11 +200,13 @@ class Learning(CheckedCalls):
         if not self._make_room(entry):
             return
         was_observed, restless = entry.observation is not None, self._watch.restless()
+        memory = self._watch.restless_storages(self.device)
         try:
             self._capturer.capture(entry, call.positional, call.named, call.tensors)
             self._keep_budget(entry)
             recording, inputs = entry.graph()  # still: other threads may let go of all graphs
             entry.reliance.captured_with = restless
+            entry.reliance.unread = _unread(entry, recording, call.tensors, memory)
             self.cache.note_graph(entry)
         except CaptureAborted as refusal:
             if not was_observed and refusal.reason in _OBSERVABLE:
@@ -220,29 +226,30 @@ class Learning(CheckedCalls):
         if self.config.verify is not True:
             return self.config.verify is False
         restless, reliance = self._watch.restless(), entry.reliance
-        if not reliance.is_known_with(restless, self._habits):
+        call = entry.signature.call
+        if not reliance.is_known_with(restless, self._habits, call):
             return False
-        others = reliance.left_otherwise(restless)  # a replay does not turn them as its pass would
-        return not others or self._habits.are_memories(others)
+        # where a pass would turn them, a replay does not
+        turns_others = not self._habits.turns_memories_alone(call)
+        others = reliance.left_otherwise(restless) if turns_others else ()
+        return self._habits.are_memories(others)
 
     def _weighed(self, verdict: Verdict, entry: Entry, restless: Restless) -> Verdict:
         """The verdict, with what the pass has shown of its reading what other passes leave."""
         reliance = entry.reliance
         relied_on, reliance.doubted = reliance.doubted - self._remade(entry), frozenset()
+        is_shaken, reliance.is_shaken = reliance.is_shaken, False
         if verdict.reason is None and not relied_on:
-            reliance.prove(restless)
-            return verdict
+            restive = reliance.prove(restless)
+            return verdict if restive is None else _turned_by_others(verdict, restive)
         is_other = verdict.reason in (Reason.VERIFY_MISMATCH, Reason.STATE_CHANGED)
         blamed = reliance.blamed(restless) if is_other else frozenset()
         if blamed:
             self._watch.keep_in_key(blamed)
-        elif not relied_on:
+        elif not relied_on and not (is_other and is_shaken):
             return verdict
-        detail = (
-            ", ".join(name.lstrip(".") for name in sorted(blamed))
-            or "memory of the module that it reads"
-        )
-        return replace(verdict, reason=Reason.STATE_CHANGED, detail=f"other calls turn {detail}")
+        names = ", ".join(name.lstrip(".") for name in sorted(blamed))
+        return _turned_by_others(verdict, names or "memory of the module that it reads")
 
     def _accept(self, entry: Entry, verdict: Verdict) -> None:
         """The graph was equal: it serves from now on, unless it saves nothing."""
@@ -268,3 +275,27 @@ class Learning(CheckedCalls):
         else:
             entry.reliance.prove(self._watch.restless())
             self._accept(entry, verdict)
+
+
+def _turned_by_others(verdict: Verdict, names: str) -> Verdict:
+    return replace(verdict, reason=Reason.STATE_CHANGED, detail=f"other calls turn {names}")
+
+
+def _unread(
+    entry: Entry,
+    recording: Recording[object],
+    inputs: list[Tensor],
+    memory: Mapping[str, frozenset[int]],
+) -> frozenset[str]:
+    """Which of these places hold nothing that the graph touches or hands out. Any may be touched
+    by the body of a break.
+    """
+    if not memory or recording.breaks:
+        return frozenset()
+    outside = {storage_key(tensor) for tensor in (*inputs, *tensor_leaves(recording.output))}
+    touched = outside | recording.reads()
+    return frozenset(
+        name
+        for name, keys in memory.items()
+        if touched.isdisjoint(keys) and not entry.writes_to(keys)
+    )

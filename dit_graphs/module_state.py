@@ -7,10 +7,8 @@ every number, string and container of them in the tree belongs to a graph's key.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from inspect import unwrap
-from types import FunctionType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .ambient import outside_modes
+from .class_facts import ClassFacts
 from .op_traits import storage_key
 from .parts import CONTAINERS, LEAF_LIMIT, STRUCTURE, behind, callable_only, parts, raw
 from .tree import PLAIN, Identity, UnknownLeaf, freeze
@@ -26,7 +25,7 @@ __all__ = [
     "HIDDEN_DEPTH",
     "HOOK_TABLES",
     "OBJECT_DEPTH",
-    "ClassFacts",
+    "Exchange",
     "ModuleState",
     "derived_names",
     "is_ours",
@@ -36,13 +35,23 @@ __all__ = [
 ]
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
-_EVERYBODYS = (nn.Module, object)
-_FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
-_CALLS = ("forward", "__call__")
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _SIMPLE = frozenset({bool, int, str, type(None)})
 HIDDEN_DEPTH = 1  # a layer in a list, or whose method stands in for a forward
 OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What happened to the tensors of caches between two sweeps.
+
+    `lost` and `gained`: memory that is held no longer, or in addition, as the same tensors, with
+    its place; a view of it may stand there. `moved`: places where another tensor stands now.
+    """
+
+    lost: Mapping[int, str] = field(default_factory=dict)
+    gained: Mapping[int, str] = field(default_factory=dict)
+    moved: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +68,26 @@ class ModuleState:
     cache_places: tuple[str, ...] = field(compare=False)
 
     def changed_attributes(self, other: ModuleState) -> frozenset[str]:
-        """Names of the plain attributes whose value differs between two sweeps."""
+        """Names of the attributes whose value differs between two sweeps, or the place of a tensor
+        in it.
+        """
         mine, theirs = self.by_name(), other.by_name()
         names = mine.keys() | theirs.keys()
         return frozenset(n for n in names if mine.get(n) != theirs.get(n))
 
-    def exchanged(self, now: ModuleState) -> tuple[dict[int, str], dict[int, str]]:
-        """Memory of caches that `now` holds no longer, and that it holds in addition, with the
-        place that each has or had.
-        """
-        mine, theirs = self._memory(), now._memory()
-        lost = {key: place for key, place in mine.items() if key not in theirs}
-        return lost, {key: place for key, place in theirs.items() if key not in mine}
+    def exchanged(self, now: ModuleState) -> Exchange:
+        """What stood in caches here and does not now, and the other way round."""
+        mine, theirs = self._by_place(), now._by_place()
+        moved = frozenset(place for place, key in mine.items() if theirs.get(place) != key)
+        return Exchange(self._beside(now), now._beside(self), moved)
 
-    def _memory(self) -> dict[int, str]:
-        keys = map(storage_key, self.cache_tensors)
-        return dict(zip(keys, self.cache_places, strict=True))
+    def _beside(self, other: ModuleState) -> dict[int, str]:
+        theirs = {key for key, _ in other.caches}
+        mine = zip(self.caches, self.cache_tensors, self.cache_places, strict=True)
+        return {storage_key(each): place for (key, _), each, place in mine if key not in theirs}
+
+    def _by_place(self) -> dict[str, Hashable]:
+        return {place: key for place, (key, _) in zip(self.cache_places, self.caches, strict=True)}
 
     def placeless(self) -> str | None:
         """The layout of a tensor that lies at no one place, where the module holds any."""
@@ -82,8 +95,15 @@ class ModuleState:
         return next((key.layout for key in keys if isinstance(key, Placeless)), None)
 
     def by_name(self) -> dict[str, object]:
-        """The plain attributes, each with its kind."""
-        return {name: (kind, value) for name, kind, value in zip(*self.python, strict=True)}
+        """The attributes, each with its kind and where its tensors lie."""
+        tensors: dict[str, list[Hashable]] = {}
+        for place, key in self._by_place().items():
+            tensors.setdefault(place.rpartition(" ")[0], []).append(key)
+        plain = {
+            name: (kind, value, *tensors.pop(name, ()))
+            for name, kind, value in zip(*self.python, strict=True)
+        }
+        return {**plain, **tensors}
 
 
 class Placeless(NamedTuple):
@@ -186,12 +206,12 @@ class _Sweep:
         self.note(
             f"{path}.weights", " ".join([*module._parameters.keys(), *module._buffers.keys()])
         )
-        for tensor in _own_weights(module):
-            if is_hidden:  # whose device is its own business
-                self.keep(path, [tensor])
-                continue
-            self.weights.append(tensor_key(tensor))
-            self.devices.add(tensor.device)
+        own = list(_own_weights(module))
+        if is_hidden:  # whose device is its own business
+            self.keep(f"{path}.weights", own)
+        else:
+            self.weights.extend(map(tensor_key, own))
+            self.devices.update(tensor.device for tensor in own)
         for table in filter(attributes.get, HOOK_TABLES):
             hooks = tuple(Identity(hook) for hook in attributes[table].values())
             if any(type(hook.value) is not WeightNorm for hook in hooks):
@@ -286,75 +306,6 @@ def _plain_kind(value: object) -> type | None:
                 return None
         return _Ints
     return None
-
-
-class ClassFacts:
-    """What all objects of some classes share: their functions, those their calls find beside them
-    by name, and plain values. Somebody may put another one in the place of each.
-    """
-
-    def __init__(self, kinds: Iterable[type]) -> None:
-        parents = dict.fromkeys(p for kind in kinds for p in kind.__mro__ if p not in _EVERYBODYS)
-        self._own = [(vars(parent), dict(vars(parent))) for parent in parents]
-        named = [each for _, own in self._own for name in _CALLS for each in _named_in(own, name)]
-        self._named = [(*each, each[0].get(each[1])) for each in named]
-        self._filled = [
-            (held, _content(held))
-            for _, own in self._own
-            for name, held in own.items()
-            if isinstance(held, CONTAINERS) and not name.startswith("__")
-        ]
-
-    def is_same(self) -> bool:
-        """Whether each class, and each name that its calls find, stands for what it stood for."""
-        return (
-            all(_are_same(own, before) for own, before in self._own)
-            and all(names.get(name) is value for names, name, value in self._named)
-            and all(_content(held) == before for held, before in self._filled)
-        )
-
-    @staticmethod
-    def of(kind: type) -> Iterator[Hashable]:
-        """Those of one class, as a part of a key."""
-        for parent in kind.__mro__:
-            if parent in _EVERYBODYS:
-                continue
-            for name, value in vars(parent).items():
-                if isinstance(value, _FUNCTIONS):
-                    yield value
-                elif type(value) in _SIMPLE or type(value) is float:
-                    yield type(value), value
-                elif isinstance(value, CONTAINERS) and not name.startswith("__"):
-                    yield name, _content(value)
-                if name in _CALLS:
-                    found = (names.get(n) for names, n in _named_in(vars(parent), name))
-                    yield from (each for each in found if isinstance(each, FunctionType))
-
-
-def _content(held: object) -> Hashable:
-    """What a container of a class holds, as far as it is plain."""
-    try:
-        return freeze(held, [], limit=LEAF_LIMIT)
-    except UnknownLeaf:
-        return tuple(
-            sorted(f"{way} {item!r}" for way, item in parts(held) if isinstance(item, PLAIN))
-        )
-
-
-def _are_same(own: Mapping[str, object], before: dict[str, object]) -> bool:
-    """Never `==` between values: a class may hold tensors."""
-    return len(own) == len(before) and all(
-        name is other and value is held
-        for (name, value), (other, held) in zip(own.items(), before.items(), strict=True)
-    )
-
-
-def _named_in(own: Mapping[str, object], call: str) -> Iterator[tuple[dict[str, object], str]]:
-    """The names that a class's call finds beside the class, each with where it finds it."""
-    value = own.get(call)
-    plain = unwrap(value) if isinstance(value, FunctionType) else None
-    if isinstance(plain, FunctionType):
-        yield from ((plain.__globals__, name) for name in plain.__code__.co_names)
 
 
 class _Ints:

@@ -16,8 +16,8 @@ from torch import nn
 
 from .errors import Reason
 from .glance import Glance, hooks_ever
-from .module_state import ModuleState, sweep, weight_keys
-from .reliance import Restless, restless_values
+from .module_state import Exchange, ModuleState, sweep, weight_keys
+from .reliance import Restless, restless_storages, restless_values
 from .request_scope import Request
 
 __all__ = ["Change", "ModuleWatch"]
@@ -44,8 +44,7 @@ class ModuleWatch:
         self.module = module
         self.refusal: tuple[Reason, str] | None = None
         self.ran_eager = False
-        self.lost: dict[int, str] = {}  # memory of caches that the last pass exchanged, and where
-        self.gained: dict[int, str] = {}  # what it put there
+        self.exchange = Exchange()  # what the last pass did to the tensors of caches
         self.turned: frozenset[str] = frozenset()  # plain attributes that it left otherwise
         self.moved_weights = False  # the last pass did
         self._found: Restless = ()  # what restless ones held before it
@@ -149,6 +148,10 @@ class ModuleWatch:
     def restless(self) -> Restless:
         """What the attributes hold now that are no longer part of the key."""
         return restless_values(self.module, self._volatile) if self._volatile else ()
+
+    def restless_storages(self, device: torch.device) -> dict[str, frozenset[int]]:
+        """The memory of those that hold tensors of this device alone."""
+        return restless_storages(self.module, self._volatile, device) if self._volatile else {}
 
     def keep_in_key(self, names: frozenset[str]) -> None:
         """These attributes do decide what calls compute that find them as others left them."""
@@ -267,27 +270,27 @@ class ModuleWatch:
     def adopt_changes(
         self,
         is_return: Callable[[], bool] = _always,
-        doubt: Callable[[dict[int, str]], object] = _nothing,
+        doubt: Callable[[Exchange], object] = _nothing,
     ) -> tuple[Reason, str] | None:
         """After an eager pass: what the forward itself changed is the module's state now.
 
         `is_return`: whether such a call was made before; what a first one sets may grow with it.
-        `doubt` is told what memory the module has no longer, as `drop` is in `refresh`.
+        `doubt` is told of exchanged tensors as `drop` is in `refresh`.
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
         self._seen_pass = self._last_pass
         # no forward turns a weight around where it lies
         before, (now, glance) = self._base, self._state(exactly=False)
-        self._is_fresh, self.lost, self.gained = False, {}, {}
+        self._is_fresh, self.exchange = False, Exchange()
         self.moved_weights = False
         self.turned = frozenset(each[0] for each in set(self._found) ^ set(self.restless()))
         if before is None or now is before:
             self._quiet_passes += 1
             return None
         self.expect_changes()
-        self.lost, self.gained = before.exchanged(now)
+        self.exchange = before.exchanged(now)
         self.turned |= now.changed_attributes(before)
-        doubt(self.lost)
+        doubt(self.exchange)
         if is_return():
             self._count_changes(before, now)
         restless = {name for name, count in self._changes.items() if count >= _TIRED} - self._kept

@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
 from typing import TypeAlias, cast
 
+import torch
 from torch import Tensor, nn
 
-from .op_traits import storage_key
+from .ambient import outside_modes
+from .module_state import Exchange, tensor_key
+from .op_traits import storage_key, storage_parts
 from .parts import LEAF_LIMIT, members, own_dict
 from .tree import UnknownLeaf, freeze
 
-__all__ = ["Habits", "Reliance", "Restless", "restless_values"]
+__all__ = ["Habits", "Reliance", "Restless", "restless_storages", "restless_values"]
 
-Restless: TypeAlias = "tuple[tuple[str, Hashable, tuple[int, ...]], ...]"
+# of each attribute its name, what it is (a value, a tensor's layout), and where its tensors lie
+Restless: TypeAlias = "tuple[tuple[str, Hashable, tuple[Hashable, ...]], ...]"
 
-_NOTHING: Mapping[int, str] = MappingProxyType({})
+_NOTHING = Exchange()
 _MOST_CALLS = 2048
 _ENOUGH = 8  # values under which a graph was right: it reads none of them
+_TIRED = 3  # places of tensors otherwise alike, each compared for nothing
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
 
 
@@ -36,28 +41,65 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
 class Reliance:
     """Of one signature's graph. `doubted`: where another pass took away memory that it reads.
 
-    What restless attributes held when it was captured, what its last pass left in them, and under
-    which values it was equal to eager.
+    `is_shaken`: another pass exchanged something in the module, whatever that is to the graph. What
+    restless attributes held when it was captured, what its last pass left in them, and under which
+    values it was equal to eager. `unread`: those whose tensors it does not touch.
     """
 
     doubted: frozenset[str] = frozenset()
+    is_shaken: bool = False
     captured_with: Restless = ()
+    unread: frozenset[str] = frozenset()
     left: Restless = ()
     proven_with: list[Restless] = field(default_factory=list)
 
-    def is_known_with(self, restless: Restless, habits: Habits) -> bool:
+    def is_known_with(self, restless: Restless, habits: Habits, call: Hashable) -> bool:
         """Whether the graph was made or right while restless attributes held this, or was right
-        while they held ever other values. Where memories lie does not matter.
+        while they held ever other values. Where memories lie does not matter, nor where that lies
+        which is none of this kind of call's business.
         """
         known = (self.captured_with, *self.proven_with)
-        if restless in known or len(self.proven_with) >= _ENOUGH:
+        if restless in known:
             return True
-        return any(_differ_in_places(restless, each, habits) for each in known)
+        is_enough = len(set(map(_values, self.proven_with))) >= _ENOUGH
+        strange = self._strange(restless, habits, call)
+        return any(_differ_in_places(restless, each, habits, strange, is_enough) for each in known)
 
-    def prove(self, restless: Restless) -> None:
-        """It was equal to eager while they held this."""
-        if restless not in self.proven_with:
-            self.proven_with.append(restless)
+    def _strange(self, restless: Restless, habits: Habits, call: Hashable) -> frozenset[str]:
+        """Attributes whose tensors somebody else exchanges and this kind of call never looks at.
+
+        It turns nothing itself, its graph touches none of them, and was equal to eager with others
+        of the same layout in their place.
+        """
+        if not self.unread or not habits.turns_memories_alone(call):
+            return frozenset()
+        before = {name: (value, places) for name, value, places in self.captured_with}
+        same = {name for name, value, _ in restless if before.get(name, ())[:1] == (value,)}
+        return frozenset(
+            name
+            for each in self.proven_with
+            for name, value, places in each
+            if name in same & self.unread and value == before[name][0] and places != before[name][1]
+        )
+
+    def prove(self, restless: Restless) -> str | None:
+        """It was equal to eager while they held this.
+
+        Returns the attributes whose tensors lie elsewhere each time, where that will go on.
+        """
+        if restless in self.proven_with:
+            return None
+        self.proven_with.append(restless)
+        alike = [each for each in self.proven_with if _values(each) == _values(restless)]
+        if len(alike) <= _TIRED:
+            return None
+        moved = {
+            mine[0]
+            for each in alike
+            for mine, theirs in zip(each, restless, strict=True)
+            if mine != theirs
+        }
+        return ", ".join(sorted(name.lstrip(".") for name in moved))
 
     def blamed(self, restless: Restless) -> frozenset[str]:
         """The attributes that held none of the values under which the graph was right or made."""
@@ -70,7 +112,8 @@ class Reliance:
 
     def forget_graph(self) -> None:
         """There is no graph any longer."""
-        self.doubted, self.captured_with = frozenset(), ()
+        self.doubted, self.captured_with, self.unread = frozenset(), (), frozenset()
+        self.is_shaken = False
         self.proven_with.clear()
 
 
@@ -96,14 +139,13 @@ class Habits:
         self,
         call: Hashable,
         turned: frozenset[str],
-        lost: Mapping[int, str] = _NOTHING,
-        gained: Mapping[int, str] = _NOTHING,
+        exchange: Exchange = _NOTHING,
         doubted: frozenset[str] = frozenset(),
     ) -> None:
-        """A pass of such a call left these attributes otherwise than it found them, took `lost`
-        from its places in the module and put `gained` there. `doubted`: where another pass had
-        taken what its graph reads.
+        """A pass of such a call left these attributes otherwise than it found them, and exchanged
+        tensors. `doubted`: where another pass had taken what its graph reads.
         """
+        lost, gained = exchange.lost, exchange.gained
         habit = self._known.setdefault(call, _Habit())
         habit.turned |= turned
         for place in set(gained.values()):
@@ -127,32 +169,80 @@ class Habits:
         wanted = frozenset(names)
         return all(wanted <= habit.turned for habit in list(self._known.values()))
 
+    def turns_memories_alone(self, call: Hashable) -> bool:
+        """Whether such a call was seen to turn nothing that another kind of call may read."""
+        known = self._known.get(call)
+        return known is not None and self.are_memories(known.turned)
+
     def forget_made(self) -> None:
         """Somebody else has exchanged what the module holds."""
         for habit in list(self._known.values()):
             habit.made, habit.remade = {}, frozenset()
 
 
-def _differ_in_places(one: Restless, other: Restless, habits: Habits) -> bool:
-    """Whether two states hold the same but for where the tensors of memories lie."""
-    if [(name, plain) for name, plain, _ in one] != [(name, plain) for name, plain, _ in other]:
+def _names(restless: Restless) -> list[str]:
+    return [name for name, _, _ in restless]
+
+
+def _values(restless: Restless) -> Hashable:
+    """What the attributes hold, wherever that lies."""
+    return tuple((name, value) for name, value, _ in restless)
+
+
+def _differ_in_places(
+    one: Restless, other: Restless, habits: Habits, strange: frozenset[str], is_enough: bool
+) -> bool:
+    """Whether two states differ only in where memories and strange tensors lie, and, where it is
+    enough, in values.
+    """
+    if _names(one) != _names(other) or not (is_enough or _values(one) == _values(other)):
         return False
     pairs = zip(one, other, strict=True)
-    return habits.are_memories(mine[0] for mine, theirs in pairs if mine != theirs)
+    moved = {mine[0] for mine, theirs in pairs if mine[2] != theirs[2]}
+    return habits.are_memories(moved - strange)
 
 
+@outside_modes
 def restless_values(module: nn.Module, names: Iterable[str]) -> Restless:
     """What stands at each of the places now, by name: plain values, and where tensors lie."""
     return tuple((name, *_key(_at(module, name))) for name in sorted(names))
 
 
-def _key(value: object) -> tuple[Hashable, tuple[int, ...]]:
+@outside_modes
+def restless_storages(
+    module: nn.Module, names: Iterable[str], device: torch.device
+) -> dict[str, frozenset[int]]:
+    """Of places that hold tensors of this device alone: the memory of each."""
+    found: dict[str, frozenset[int]] = {}
+    for name in names:
+        tensors: list[Tensor] = []
+        with suppress(UnknownLeaf):
+            freeze(_at(module, name), tensors, limit=LEAF_LIMIT)
+            parts = [part for tensor in tensors for part in storage_parts(tensor)]
+            keys = frozenset(map(storage_key, parts))
+            if keys and 0 not in keys and all(part.device == device for part in parts):
+                found[name] = keys
+    return found
+
+
+def _key(value: object) -> tuple[Hashable, tuple[Hashable, ...]]:
     found: list[Tensor] = []
     try:
-        return freeze(value, found, limit=LEAF_LIMIT), tuple(map(storage_key, found))
+        plain = freeze(value, found, limit=LEAF_LIMIT)
     except UnknownLeaf:
         # an object of its own in every pass, maybe: what it is made of has no name
         return (type(value).__module__, type(value).__qualname__), ()
+    if not found:
+        return plain, ()
+    layouts, places = zip(*map(_layout_and_place, found), strict=True)
+    return (plain, layouts), places
+
+
+def _layout_and_place(tensor: Tensor) -> tuple[Hashable, Hashable]:
+    key = tensor_key(tensor)
+    if isinstance(key, tuple) and isinstance(key[0], int):
+        return key[1:], key[0]
+    return None, key  # of parts, or at no one place
 
 
 @lru_cache(maxsize=4096)

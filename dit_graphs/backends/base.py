@@ -17,8 +17,8 @@ from ..breaks import BoundBreak, BreakSite, RecordedBreak
 from ..errors import CaptureAborted, Reason
 from ..memory import DeviceState
 from ..observer import CaptureLog
+from ..op_traits import iter_tensors, storage_key, storage_parts
 from ..tree import map_tensors, tensor_leaves
-from ..watch import storage_key, storage_parts
 
 __all__ = ["Backend", "BreakLog", "CapturePlan", "Recording", "refusal_of"]
 
@@ -185,7 +185,7 @@ class BreakLog:
 
     def reads(self) -> frozenset[int]:
         """The storages outside that ops and the bodies of breaks read and no op writes."""
-        given = {storage_key(each) for each in self.held() if isinstance(each, Tensor)}
+        given = set(map(storage_key, iter_tensors(self.held())))
         outside = given - self._produced - self._inputs
         return frozenset((outside | self.externals.keys()) - self._rewrites)
 

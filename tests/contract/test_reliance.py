@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from twin import Twin, Where
 
 import dit_graphs
-from dit_graphs.reliance import Habits, Reliance, Restless, restless_values
+from dit_graphs.module_state import Exchange
+from dit_graphs.reliance import (
+    Habits,
+    Reliance,
+    Restless,
+    restless_storages,
+    restless_values,
+)
 from dit_graphs.request_scope import begin_request, end_request
 
 
@@ -18,27 +25,49 @@ def test_a_graph_that_was_right_under_ever_other_values_reads_none_of_them() -> 
     def held(value: int, *places: int) -> Restless:
         return (("a", value, places),)
 
+    def is_known(value: int) -> bool:
+        return reliance.is_known_with(held(value), habits, "one")
+
     reliance, habits = Reliance(captured_with=held(0)), Habits()
     habits.note("one", frozenset())
-    assert reliance.is_known_with(held(0), habits) and not reliance.is_known_with(held(1), habits)
+    assert is_known(0) and not is_known(1)
     for value in range(1, 9):
-        assert not reliance.is_known_with(held(value), habits)
+        assert not is_known(value)
         assert reliance.blamed(held(value)) == {"a"}
         reliance.prove(held(value))
         reliance.prove(held(value))
         assert not reliance.blamed(held(value))
-    assert reliance.is_known_with(held(9), habits)
+    assert is_known(9)
     reliance.forget_graph()
-    assert not reliance.is_known_with(held(0), habits)
+    assert not is_known(0)
 
 
 def test_where_a_memory_lies_does_not_matter() -> None:
     reliance, habits = Reliance(captured_with=(("a", 0, (1,)),)), Habits()
     habits.note("one", frozenset({"a"}))
-    assert reliance.is_known_with((("a", 0, (2,)),), habits)
-    assert not reliance.is_known_with((("a", 3, (1,)),), habits)
+    assert reliance.is_known_with((("a", 0, (2,)),), habits, "one")
+    assert not reliance.is_known_with((("a", 3, (1,)),), habits, "one")
     habits.note("two", frozenset())
-    assert not reliance.is_known_with((("a", 0, (2,)),), habits)
+    assert not reliance.is_known_with((("a", 0, (2,)),), habits, "one")
+
+
+def test_where_a_tensor_lies_that_only_others_exchange_does_not_matter_once_shown() -> None:
+    def held(place: int, layout: str = "layout") -> Restless:
+        return (("a", layout, (place,)),)
+
+    habits = Habits()
+    habits.note("reads", frozenset())
+    habits.note("puts", frozenset({"a"}))
+    for unread in (frozenset({"a"}), frozenset[str]()):
+        reliance = Reliance(captured_with=held(1), unread=unread)
+        assert not reliance.is_known_with(held(2), habits, "reads")
+        reliance.prove(held(1))
+        assert not reliance.is_known_with(held(2), habits, "reads")
+        reliance.prove(held(2))
+        assert reliance.is_known_with(held(3), habits, "reads") == bool(unread)
+        assert not reliance.is_known_with(held(3, "other"), habits, "reads")
+        assert not reliance.is_known_with(held(3), habits, "puts")
+        assert not reliance.is_known_with(held(3), habits, "never seen")
 
 
 def test_only_what_every_kind_of_call_turns_is_a_memory() -> None:
@@ -53,18 +82,18 @@ def test_only_what_every_kind_of_call_turns_is_a_memory() -> None:
 
 def test_a_call_remakes_what_it_puts_there_again_after_another_took_it() -> None:
     habits, none = Habits(), frozenset[str]()
-    habits.note("one", none, {}, {1: "a", 7: "b"})
-    habits.note("one", none, {1: "a"}, {2: "a"})
+    habits.note("one", none, Exchange({}, {1: "a", 7: "b"}))
+    habits.note("one", none, Exchange({1: "a"}, {2: "a"}))
     assert not habits.remade("one"), "its own was there, and it made another"
-    habits.note("two", none, {2: "a"}, {3: "a"})
+    habits.note("two", none, Exchange({2: "a"}, {3: "a"}))
     assert not habits.remade("two"), "it had made nothing before"
-    habits.note("one", none, {3: "a"}, {4: "a"})
+    habits.note("one", none, Exchange({3: "a"}, {4: "a"}))
     assert habits.remade("one") == {"a"}, "and no other place"
     habits.forget_made()
     assert not habits.remade("one")
-    habits.note("one", none, {3: "a"}, {}, frozenset({"a"}))
+    habits.note("one", none, Exchange({3: "a"}, {}), frozenset({"a"}))
     assert not habits.remade("one")
-    habits.note("one", none, {3: "a", 5: "b"}, {6: "a", 8: "b"}, frozenset({"a"}))
+    habits.note("one", none, Exchange({3: "a", 5: "b"}, {6: "a", 8: "b"}), frozenset({"a"}))
     assert habits.remade("one") == {"a"}
 
 
@@ -81,7 +110,10 @@ def test_what_stands_at_a_place_that_a_sweep_names() -> None:
     module.memory = (4, torch.ones(2))
     names = {
         ".scale": (float, (1.0).hex()),
-        ".memory": (tuple, ((int, 4), Tensor)),
+        ".memory": (
+            (tuple, ((int, 4), Tensor)),
+            ((torch.float32, torch.Size([2]), (1,)),),
+        ),
         "0.options['a'][1]": (float, (2.0).hex()),
         "0.options[3]": (str, "word"),
         "0.held.number": (int, 3),
@@ -92,7 +124,19 @@ def test_what_stands_at_a_place_that_a_sweep_names() -> None:
     found = restless_values(module, names)
     assert {name: value for name, value, _ in found} == names
     places = {name: where for name, _, where in found if where}
-    assert places == {".memory": (module.memory[1].untyped_storage().data_ptr(),)}
+    assert places == {".memory": (module.memory[1].data_ptr(),)}
+
+
+def test_whose_memory_can_be_told_by_its_place() -> None:
+    module = nn.Linear(2, 2)
+    module.kept, module.row = [torch.ones(2), torch.ones(3)], torch.ones(4, 4)[1]
+    module.number, module.sparse, module.empty = 3, torch.eye(2).to_sparse(), torch.ones(0)
+    module.elsewhere = torch.ones(2, device="meta")
+    names = [".kept", ".row", ".number", ".sparse", ".empty", ".elsewhere", ".gone"]
+    assert restless_storages(module, names, torch.device("cpu")) == {
+        ".kept": {each.untyped_storage().data_ptr() for each in module.kept},
+        ".row": {module.row.untyped_storage().data_ptr()},
+    }
 
 
 class Notices(nn.Module):

@@ -1,0 +1,173 @@
+"""Tensors of the module that somebody else exchanges again and again: read, or only standing by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from twin import Twin, Where
+
+import dit_graphs
+
+
+class Keeps(nn.Module):
+    """With `gain` it keeps a tensor for whoever wants it, and without it is what `use` makes of x.
+
+    Image language models do so: generate() leaves positions that an encode does not look at.
+    """
+
+    def __init__(self, use: Callable[[Keeps, Tensor], Tensor], rows: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.use, self.rows = use, rows
+        self.table = torch.arange(64.0).view(8, 8)
+        self.kept: Tensor | None = None
+        self.copy: Tensor | None = None
+
+    def forward(self, x: Tensor, gain: float | None = None, *, asked: bool = False) -> Tensor:
+        if gain is not None:
+            self.kept = torch.full((self.rows,), gain, device=x.device)
+            return self.linear(x) + gain
+        if asked and self.copy is not None:
+            return self.linear(x) * self.copy
+        return self.use(self, self.linear(x))
+
+
+def _not_at_all(module: Keeps, h: Tensor) -> Tensor:
+    return h + 1
+
+
+def _read(module: Keeps, h: Tensor) -> Tensor:
+    return h if module.kept is None else h + module.kept
+
+
+def _seen_through_a_view(module: Keeps, h: Tensor) -> Tensor:
+    return h if module.kept is None else h + module.kept.view(1, -1)[:, :1]
+
+
+def _read_by_a_break(module: Keeps, h: Tensor) -> Tensor:
+    return _added(h, [module.kept]) + 1
+
+
+def _read_by_what_a_break_closes_over(module: Keeps, h: Tensor) -> Tensor:
+    kept = module.kept
+
+    @dit_graphs.eager_on_graph
+    def add(h: Tensor) -> Tensor:
+        return h if kept is None else h + kept
+
+    return add(h) + 1
+
+
+def _written(module: Keeps, h: Tensor) -> Tensor:
+    return h if module.kept is None else h + module.kept.mul_(1.5)
+
+
+@dit_graphs.eager_on_graph
+def _added(h: Tensor, kept: list[Tensor | None]) -> Tensor:
+    return h if kept[0] is None else h + kept[0]
+
+
+def _twin(where: Where, use: Callable[[Keeps, Tensor], Tensor]) -> Twin:
+    twin = Twin(Keeps(use).to(where.device), where)
+    for module in (twin.module, twin.plain):
+        module.table = module.table.to(where.device)
+    return twin
+
+
+def _mixed(twin: Twin, where: Where, rounds: int, *, seed: int = 0, **named: object) -> None:
+    chance = Random(seed)
+    others = [where.randn(1 << chance.randrange(12), seed=seed) for _ in range(40)]
+    for number in range(rounds):
+        others[chance.randrange(40)] = where.randn(1 << chance.randrange(12), seed=number)
+        if chance.random() < 0.6:
+            twin(where.randn(3, 8, seed=number), chance.choice([1.0, 2.0, 3.0]))
+        twin(where.randn(4, 8, seed=number), **named)
+
+
+def test_what_stands_by_costs_few_compares_however_often_it_is_exchanged(graphing: Where) -> None:
+    twin = _twin(graphing, _not_at_all)
+    counts = []
+    for _ in range(2):
+        for number in range(12):
+            twin(graphing.randn(3, 8, seed=number), 1.0 + number % 3)
+            twin(graphing.randn(4, 8, seed=number))
+        counts.append((twin.captures, twin.runner.stats.compares, twin.replays))
+    (captures, compares, replays), now = counts
+    assert captures <= 2 and compares <= 5
+    assert now == (captures, compares, replays + 12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("use", [_read, _seen_through_a_view, _written])
+def test_what_is_read_is_what_stands_there(
+    graphing: Where, use: Callable[[Keeps, Tensor], Tensor], seed: int
+) -> None:
+    _mixed(_twin(graphing, use), graphing, 40, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("use", [_read_by_a_break, _read_by_what_a_break_closes_over])
+def test_what_a_break_reads_is_what_stands_there(
+    segmenting: Where, use: Callable[[Keeps, Tensor], Tensor], seed: int
+) -> None:
+    _mixed(_twin(segmenting, use), segmenting, 40, seed=seed)
+
+
+def _hands_out(module: Keeps, h: Tensor) -> Tensor:
+    return h + 1 if module.kept is None else module.kept
+
+
+def _asks_its_size(module: Keeps, h: Tensor) -> Tensor:
+    return h if module.kept is None else h * module.kept.shape[0]
+
+
+def _copies(module: Keeps, h: Tensor) -> Tensor:
+    module.copy = module.kept
+    return h
+
+
+@pytest.mark.parametrize("use", [_hands_out, _asks_its_size, _copies])
+def test_what_is_passed_on_without_any_op_is_what_stands_there(
+    graphing: Where, use: Callable[[Keeps, Tensor], Tensor]
+) -> None:
+    twin, chance = _twin(graphing, use), Random(1)
+    for number in range(60):
+        rows = chance.choice([8, 8, 16])
+        for module in (twin.module, twin.plain):
+            module.rows = rows if use is _asks_its_size else 8
+        if chance.random() < 0.6:
+            twin(graphing.randn(3, 8, seed=number), chance.choice([1.0, 2.0, 3.0]))
+        twin(graphing.randn(4, 8, seed=number))
+        if use is _copies:
+            twin(graphing.randn(5, 8, seed=number), asked=True)
+
+
+class Rows(nn.Module):
+    """One kind of call chooses a row of a table, which stays where it is; the other reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.table = torch.arange(64.0).view(8, 8)
+        self.row: Tensor | None = None
+
+    def forward(self, x: Tensor, index: int | None = None) -> Tensor:
+        if index is not None:
+            self.row = self.table[index]
+        h = self.linear(x)
+        return h if self.row is None else h + self.row
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_another_view_of_the_same_memory_is_another_tensor(graphing: Where, seed: int) -> None:
+    twin, chance = Twin(Rows().to(graphing.device), graphing), Random(seed)
+    for module in (twin.module, twin.plain):
+        module.table = module.table.to(graphing.device)
+    for number in range(60):
+        index = chance.choice([None, None, None, 1, 2])
+        twin(graphing.randn(3, 8, seed=number), *(() if index is None else (index,)))
+    assert twin.replays > 0
