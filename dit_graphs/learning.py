@@ -229,10 +229,9 @@ class Learning(CheckedCalls):
         call = entry.signature.call
         if not reliance.is_known_with(restless, self._habits, call):
             return False
-        # where a pass would turn them, a replay does not
-        turns_others = not self._habits.turns_memories_alone(call)
-        others = reliance.left_otherwise(restless) if turns_others else ()
-        return self._habits.are_memories(others)
+        others = reliance.left_otherwise(restless)  # where a pass would turn them, no replay does
+        habits = self._habits
+        return not others or habits.turns_memories_alone(call) or habits.are_memories(others)
 
     def _weighed(self, verdict: Verdict, entry: Entry, restless: Restless) -> Verdict:
         """The verdict, with what the pass has shown of its reading what other passes leave."""
