@@ -179,7 +179,8 @@ class GraphHolding:
                 self.stats.invalidations += 1
             elif other is not entry and (strange := exchange.moved - self._remade(other)):
                 read = {lost[key] for key in other.reads(lost)}
-                other.state, other.reliance.is_shaken = State.CAPTURED, True
+                other.state = State.CAPTURED
+                other.reliance.exchanges += 1
                 other.reliance.doubted |= read & strange
 
     def _remade(self, entry: Entry) -> frozenset[str]:

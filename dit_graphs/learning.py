@@ -237,7 +237,7 @@ class Learning(CheckedCalls):
         """The verdict, with what the pass has shown of its reading what other passes leave."""
         reliance = entry.reliance
         relied_on, reliance.doubted = reliance.doubted - self._remade(entry), frozenset()
-        is_shaken, reliance.is_shaken = reliance.is_shaken, False
+        is_shaken, reliance.weighed = reliance.exchanges > reliance.weighed, reliance.exchanges
         if verdict.reason is None and not relied_on:
             restive = reliance.prove(restless)
             return verdict if restive is None else _turned_by_others(verdict, restive)
@@ -249,6 +249,14 @@ class Learning(CheckedCalls):
             return verdict
         names = ", ".join(name.lstrip(".") for name in sorted(blamed))
         return _turned_by_others(verdict, names or "memory of the module that it reads")
+
+    def _may_repeat(self, entry: Entry, restless: Restless) -> bool:
+        """Whether eager, which just ran, may run once more: it left everything as it was, and what
+        it writes is what a compare undoes.
+        """
+        writes = entry.observation is not None and bool(entry.observation.written_externals)
+        is_known = entry.reliance.is_as_captured(restless, writes=writes)
+        return is_known and self._watch.is_as_adopted(restless)
 
     def _accept(self, entry: Entry, verdict: Verdict) -> None:
         """The graph was equal: it serves from now on, unless it saves nothing."""

@@ -41,13 +41,15 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
 class Reliance:
     """Of one signature's graph. `doubted`: where another pass took away memory that it reads.
 
-    `is_shaken`: another pass exchanged something in the module, whatever that is to the graph. What
-    restless attributes held when it was captured, what its last pass left in them, and under which
-    values it was equal to eager. `unread`: those whose tensors it does not touch.
+    `exchanges`: how often other passes exchanged tensors of the module since it was captured, and
+    `weighed`: how many of these a compare has followed. Then what restless attributes held when it
+    was captured, what its last pass left in them, and under which values it was equal to eager.
+    `unread`: those whose tensors it does not touch.
     """
 
     doubted: frozenset[str] = frozenset()
-    is_shaken: bool = False
+    exchanges: int = 0
+    weighed: int = 0
     captured_with: Restless = ()
     unread: frozenset[str] = frozenset()
     left: Restless = ()
@@ -106,6 +108,13 @@ class Reliance:
         known = {value for each in (self.captured_with, *self.proven_with) for value in each}
         return frozenset(value[0] for value in restless if value not in known)
 
+    def is_as_captured(self, restless: Restless, *, writes: bool) -> bool:
+        """Whether a pass does now what it did when the graph was captured, and writes nowhere else,
+        where it `writes` to tensors of its module.
+        """
+        is_alike = not self.exchanges and _values(restless) == _values(self.captured_with)
+        return is_alike and not (writes and restless != self.captured_with)
+
     def left_otherwise(self, restless: Restless) -> list[str]:
         """The attributes that hold something else now than its own last pass left in them."""
         return [value[0] for value in restless if value not in self.left]
@@ -113,7 +122,7 @@ class Reliance:
     def forget_graph(self) -> None:
         """There is no graph any longer."""
         self.doubted, self.captured_with, self.unread = frozenset(), (), frozenset()
-        self.is_shaken = False
+        self.exchanges = self.weighed = 0
         self.proven_with.clear()
 
 

@@ -227,9 +227,9 @@ class GraphRunner(Learning):
         taken, restless = entry.taken, self._watch.restless()
         eager = repeatable(self.call_eager, call.args, call.kwargs, taken)
         try:
-            settled = partial(self._watch.is_as_adopted, restless)
+            may_repeat = partial(self._may_repeat, entry, restless)
             with self._noting_writes():
-                verdict = verify_call(self.state, entry, call.tensors, eager, settled)
+                verdict = verify_call(self.state, entry, call.tensors, eager, may_repeat)
         except BreakFailed as failure:
             return self._drop(entry, call, failure.reason, failure.detail)
         except CaptureAborted as refusal:

@@ -98,11 +98,11 @@ def verify_call(
     entry: Entry,
     tensors: list[Tensor],
     eager: Callable[[], object],
-    is_settled: Callable[[], bool] = _always,
+    may_repeat: Callable[[], bool] = _always,
 ) -> Verdict:
     """Replays and runs eager on the same inputs; leaves that changed are proven when equal.
 
-    `is_settled`: whether eager's module still holds what it held, so that eager may run once more.
+    `may_repeat`: whether eager may run once more, asked after it ran.
 
     Raises `BreakFailed` from the replay, with every trace of it undone, and `CaptureAborted` where
     there is no turn or no graph.
@@ -137,7 +137,7 @@ def verify_call(
         difference = results_equal(result, replayed)
         if difference is None:
             inputs.prove(changed)
-        elif not is_settled():
+        elif not may_repeat():
             reason, detail = Reason.STATE_CHANGED, "the forward exchanged what its module holds"
         else:
             again = _disagrees(eager, result, undo, Undo(state, entry, tensors))
