@@ -12,7 +12,9 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from copy import copy
 from operator import is_
 from types import MethodType, ModuleType
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .module_state import derived_names, is_ours
-from .parts import callable_only
+from .parts import callable_only, members
 from .watch import storage_key
 
 __all__ = ["HostRandom", "PythonState", "Reach", "storages_in"]
@@ -45,8 +47,9 @@ class _Attributes:
         self._follows = follows
         self._dicts: list[_KeptDict] = []
         self._empty: list[tuple[str, str, dict[str, object]]] = []  # most tables of most modules
-        self._lists: list[tuple[str, list[object], list[object]]] = []
+        self._lists: list[tuple[str, list[object] | deque[object], list[object]]] = []
         self._sets: list[tuple[str, set[object], set[object]]] = []
+        self._slots: list[tuple[str, object, dict[str, object]]] = []
         self._seen: set[int] = set()
         self._listed: list[Tensor] = []  # in lists and tuples
         self._derived: set[str] = set()
@@ -64,10 +67,12 @@ class _Attributes:
                 continue
             names = (name for name in {**before, **held} if _differs(name, held, before))
             found.extend(f"{path}.{name}".lstrip(".") for name in names)
+        for path, owner, slots in self._slots:
+            found.extend(f"{path}.{name}".lstrip(".") for name in _turned_slots(owner, slots))
         for path, items, was in self._lists:
             if len(items) != len(was) or any(map(_is_other, items, was)):
                 found.append(path)
-        found.extend(path for path, members, were in self._sets if members != were)
+        found.extend(path for path, items, were in self._sets if items != were)
         return [name for name in found if name not in self._derived]
 
     def restore(self) -> list[str]:
@@ -86,13 +91,18 @@ class _Attributes:
             changed.extend(name for name in found if name not in self._derived)
         for path, items, was in self._lists:
             if len(items) != len(was) or any(map(_is_other, items, was)):
-                items[:] = was
+                items.clear()
+                items.extend(was)
                 changed.append(path)
-        for path, members, were in self._sets:
-            if members != were:
-                members.clear()
-                members.update(were)
+        for path, each, were in self._sets:
+            if each != were:
+                each.clear()
+                each.update(were)
                 changed.append(path)
+        for path, owner, slots in self._slots:
+            for name in _turned_slots(owner, slots):
+                _put_back(owner, name, slots)
+                changed.append(f"{path}.{name}".lstrip("."))
         return changed
 
     def storage_keys(self) -> set[int]:
@@ -101,7 +111,7 @@ class _Attributes:
 
     def tensors(self) -> list[Tensor]:
         """All tensors that stood somewhere in here when this was made."""
-        named = (value for _, names, _ in self._dicts for value in names.values())
+        named = (value for _, _, was in (*self._dicts, *self._slots) for value in was.values())
         return [value for value in (*self._listed, *named) if isinstance(value, Tensor)]
 
     def _keep_dict(self, path: str, held: dict[str, object], depth: int) -> None:
@@ -133,9 +143,9 @@ class _Attributes:
             return
         if isinstance(value, dict):
             self._keep_dict(path, value, depth)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             self._listed.extend(item for item in value if isinstance(item, Tensor))
-            if isinstance(value, list):
+            if isinstance(value, (list, deque)):
                 self._lists.append((path, value, list(value)))
             for index, item in enumerate(value if depth else ()):
                 self._keep(f"{path}[{index}]", item, depth - 1)
@@ -145,6 +155,11 @@ class _Attributes:
             own = getattr(value, "__dict__", None)
             if isinstance(own, dict):
                 self._keep_dict(path, own, depth)
+            if id(value) not in self._seen and (slots := _slots_of(value)):
+                self._seen.add(id(value))
+                self._slots.append((path, value, slots))
+                for name, item in slots.items() if depth else ():
+                    self._keep(f"{path}.{name}", item, depth - 1)
 
 
 def storages_in(values: Iterable[object]) -> set[int]:
@@ -205,8 +220,27 @@ class Reach(_Attributes):
         now._dicts = [(path, held, dict(held)) for path, held, _ in self._kept()]
         now._empty = [empty for empty in self._empty if not empty[2]]
         now._lists = [(path, items, list(items)) for path, items, _ in self._lists]
-        now._sets = [(path, members, set(members)) for path, members, _ in self._sets]
+        now._sets = [(path, items, set(items)) for path, items, _ in self._sets]
+        now._slots = [(path, owner, _slots_of(owner)) for path, owner, _ in self._slots]
         return now
+
+
+def _slots_of(value: object) -> dict[str, object]:
+    """What the object holds beside its dict, where anything is there."""
+    return {name: getattr(value, name) for name in members(value) if hasattr(value, name)}
+
+
+def _turned_slots(value: object, before: dict[str, object]) -> list[str]:
+    now = _slots_of(value)
+    return [name for name in {**before, **now} if _differs(name, now, before)]
+
+
+def _put_back(owner: object, name: str, before: dict[str, object]) -> None:
+    with suppress(AttributeError, TypeError):  # one that only the object itself may set
+        if name in before:
+            object.__setattr__(owner, name, before[name])
+        else:
+            object.__delattr__(owner, name)
 
 
 def _is_same(held: dict[str, object], before: dict[str, object]) -> bool:

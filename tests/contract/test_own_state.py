@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -274,3 +276,40 @@ def test_graphs_that_write_what_they_read_do_not_doubt_one_another(graphing: Whe
         for rows in (3, 4):
             twin(graphing.randn(rows, 8, seed=seed))
     assert twin.replays == 2 * (8 - 3)
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept = deque[Tensor](maxlen=1)
+
+
+@pytest.mark.parametrize("is_slot", [True, False])
+def test_what_a_capture_leaves_in_a_slot_or_a_deque_is_taken_back(
+    graphing: Where, is_slot: bool
+) -> None:
+    """A capture after a plain call, as sizes have it whose code path is known."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.queue, self.held = deque[Tensor](maxlen=1), Slotted()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            if len(x) == 5:
+                made = torch.full((8,), 2.0, device=x.device)
+                if is_slot:
+                    self.held.kept = deque([made], maxlen=1)
+                else:
+                    self.queue.append(made)
+            kept = self.held.kept if is_slot else self.queue
+            return h + kept[0] if len(x) == 6 and kept else h
+
+    twin = Twin(Keeps(), graphing)
+    _steps(twin, graphing, 3, 2, 0)
+    with dit_graphs.request(total_steps=12):
+        _steps(twin, graphing, 5, 1, 0)
+        _steps(twin, graphing, 6, 1, 0)
