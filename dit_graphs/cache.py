@@ -191,13 +191,15 @@ class Entry:
     @property
     def has_effects(self) -> bool:
         """Whether a replay that is given up leaves traces: breaks, random numbers, writes."""
-        seen = self.observation
-        if seen is None:
+        if (seen := self.observation) is None:
             return self.may_draw
-        is_traced = bool(
-            seen.is_random or seen.generators or seen.written_externals or seen.written_inputs
-        )
-        return is_traced or (self.recording is not None and self.recording.breaks > 0)
+        writes = seen.written_externals or seen.written_inputs
+        return bool(seen.is_random or seen.generators or writes or self.has_breaks)
+
+    @property
+    def has_breaks(self) -> bool:
+        """Whether a replay runs Python of the model's."""
+        return self.recording is not None and self.recording.breaks > 0
 
     def writes_to(self, storages: Collection[int]) -> bool:
         """Whether its graph writes to any of these, which are not its own."""

@@ -282,7 +282,8 @@ class Capturer(Admission):
                 with self.forward.conditions():
                     return call()
 
-            verdict = verify_call(self.state, entry, tensors, eager)
+            module = self.forward.module
+            verdict = verify_call(self.state, entry, tensors, eager, module=module)
         except GraphError:
             raise
         except Exception as error:

@@ -188,7 +188,7 @@ class GraphRunner(Learning):
                 recording, inputs = entry.graph()
                 is_proven = is_proven and not inputs.changed_unproven(call.tensors)
                 if is_proven:
-                    undo = Undo(self.state, entry, call.tensors) if entry.has_effects else None
+                    undo = self._undo_of(entry, call) if entry.has_effects else None
                     inputs.bind(call.tensors)
                     recording.replay()
                     result = entry.hand_out()
@@ -218,6 +218,11 @@ class GraphRunner(Learning):
         self.stats.count_replay()
         return result
 
+    def _undo_of(self, entry: Entry, call: Call) -> Undo:
+        is_all_python = self.backend == "debug"  # and none of it is known as a break's
+        module = self.module if is_all_python else None
+        return Undo(self.state, entry, call.tensors, module)
+
     def _compare(self, entry: Entry, call: Call) -> object:
         if self._is_outdated(call):
             return self._serve_anew(entry, call)
@@ -229,7 +234,8 @@ class GraphRunner(Learning):
         try:
             may_repeat = partial(self._may_repeat, entry, restless)
             with self._noting_writes():
-                verdict = verify_call(self.state, entry, call.tensors, eager, may_repeat)
+                start = self.state, entry, call.tensors
+                verdict = verify_call(*start, eager, may_repeat, module=self.module)
         except BreakFailed as failure:
             return self._drop(entry, call, failure.reason, failure.detail)
         except CaptureAborted as refusal:

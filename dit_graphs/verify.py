@@ -1,7 +1,8 @@
 """Owns the proof: one call both ways, compared bit for bit, eager's result returned.
 
 Must never know how graphs are captured. The surprising fact: running a call twice would also draw
-random numbers and write buffers twice, so the replay's traces are undone before eager runs.
+random numbers and write buffers twice, so the replay's traces are undone before eager runs. The
+bodies of breaks leave theirs in attributes, too.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .breaks import Reach
 from .buffers import bits_equal, bits_of
 from .cache import Entry
-from .effects import HostRandom
+from .effects import HostRandom, PythonState
 from .errors import Reason
 from .memory import DeviceState
 from .tree import UnknownLeaf, freeze
@@ -59,9 +61,19 @@ def _difference(one: Tensor, other: Tensor) -> str:
 
 
 class Undo:
-    """What a forward changes outside its result, put back to where it was."""
+    """What a forward changes outside its result, put back to where it was.
 
-    def __init__(self, state: DeviceState, entry: Entry, tensors: list[Tensor]) -> None:
+    Of attributes only bodies of breaks change any in a replay: put back are those that they were
+    seen to reach, or all of `module`, where it is given.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        entry: Entry,
+        tensors: list[Tensor],
+        module: nn.Module | None = None,
+    ) -> None:
         observation = entry.observation
         written = observation.written_externals if observation is not None else ()
         inputs = observation.written_inputs if observation is not None else frozenset()
@@ -73,6 +85,12 @@ class Undo:
         self._externals = [(tensor, tensor.clone()) for tensor in written]
         self._inputs = [(tensors[index], tensors[index].clone()) for index in inputs]
         self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._reached: list[Reach | PythonState] = []
+        if module is not None and entry.has_breaks:
+            self._reached = [PythonState(module)]
+        elif observation is not None:
+            reached = (each.reach for each in observation.breaks)
+            self._reached = [reach.again() for reach in reached if reach is not None]
 
     def has_drawn(self) -> bool:
         """Whether the default generators stand elsewhere now."""
@@ -87,6 +105,8 @@ class Undo:
             generator.set_state(state)
         for tensor, before in (*self._externals, *self._inputs):
             tensor.copy_(before)
+        for reached in reversed(self._reached):
+            reached.restore()
 
 
 def _always() -> bool:
@@ -99,6 +119,8 @@ def verify_call(
     tensors: list[Tensor],
     eager: Callable[[], object],
     may_repeat: Callable[[], bool] = _always,
+    *,
+    module: nn.Module,
 ) -> Verdict:
     """Replays and runs eager on the same inputs; leaves that changed are proven when equal.
 
@@ -107,7 +129,7 @@ def verify_call(
     Raises `BreakFailed` from the replay, with every trace of it undone, and `CaptureAborted` where
     there is no turn or no graph.
     """
-    undo = Undo(state, entry, tensors)
+    undo = Undo(state, entry, tensors, module)
     try:
         with state.replaying():
             recording, inputs = entry.graph()

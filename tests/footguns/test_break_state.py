@@ -17,6 +17,52 @@ import dit_graphs
 from dit_graphs import eager_on_graph
 
 
+class Shifts(nn.Module):
+    """The body of a break exchanges the tensor that it has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.now, self.later = torch.ones(8), torch.full((8,), 2.0)
+
+    def forward(self, x: Tensor, gain: float | None = None) -> Tensor:
+        if gain is not None:
+            self.now = torch.full((8,), gain, device=x.device)
+            return self.linear(x)
+        return _some(_shifted(self, self.linear(x)) + 1) + 1
+
+
+@eager_on_graph
+def _shifted(module: Shifts, h: Tensor) -> Tensor:
+    result = h * module.now
+    module.now = module.later
+    return result
+
+
+_ROWS = [3]
+
+
+@eager_on_graph
+def _some(h: Tensor) -> Tensor:
+    return h[: _ROWS[0]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_body_exchanges_is_exchanged_once(breaking: Where, fails: bool) -> None:
+    """A compare runs it twice, and so does a call whose replay has failed behind it."""
+    twin = Twin(Shifts(), breaking)
+    for module in (twin.module, twin.plain):
+        module.now, module.later = (t.to(breaking.device) for t in (module.now, module.later))
+    try:
+        for number in range(40):
+            if number % 5 == 4:
+                twin(breaking.randn(3, 8, seed=number), 5.0)
+            _ROWS[0] = 2 if fails and number in (14, 24) else 3
+            twin(breaking.randn(3, 8, seed=number))
+    finally:
+        _ROWS[0] = 3
+
+
 class Notes:
     """Plain Python state, some levels down."""
 
