@@ -25,10 +25,10 @@ from .memory import Stopwatch
 from .observer import HostRead, Observation
 from .op_traits import storage_key
 from .reliance import Reliance
-from .signature import Signature
+from .signature import Signature, names_of_different
 from .static_inputs import StaticInputs
 from .taken import Taken
-from .tree import map_tensors
+from .tree import map_tensors, tensor_leaves
 from .watch import BreakPolicy
 from .worth import Worth
 
@@ -42,6 +42,7 @@ _HALF_LIFE = 32.0  # requests after which a signature's past use counts half
 _CLEARLY_HOTTER = 2.0
 _MAX_CAUTION = 6
 _USES_BEFORE_RETRY = 64
+_TIRED = 3  # graphs in a row that hardly served
 
 
 class State(Enum):
@@ -104,6 +105,8 @@ class Entry:
     has_escaped: bool = False  # a pass left a tensor behind: the first may fill somebody's cache
     chances: int = 0  # how often what forbade a graph was taken back
     drops: int = 0
+    wasted: int = 0  # graphs in a row that went before they served
+    rests_until: int = 0  # no capture before this use
     blocked: tuple[Reason, str] | None = None
     retry_after: int = 0
     observation: Observation | None = None
@@ -171,13 +174,15 @@ class Entry:
             self.inputs.forget()
 
     def release(self) -> None:
-        """The graph is gone; the signature is as if seen once."""
+        """The graph is gone; the signature is as if seen once, or waits where none ever served."""
         if self.recording is not None:
             self.recording.close()
+            self.wasted = self.wasted + 1 if self.replays < 2 else 0
+            is_tired = self.wasted >= _TIRED
+            self.rests_until = self.uses + is_tired * 2 ** min(self.wasted, _MAX_CAUTION)
         if self.inputs is not None:
             self.inputs.close()
-        self.recording, self.inputs = None, None
-        self.observation, self.tables = None, ()
+        self.recording, self.inputs, self.observation, self.tables = None, None, None, ()
         if self.state in (State.CAPTURED, State.READY):
             self.state = State.SEEN
         self.lost_calls, self.replays = 0, 0
@@ -207,9 +212,11 @@ class Entry:
         return any(storage_key(tensor) in storages for tensor in written)
 
     def reads(self, storages: Collection[int]) -> frozenset[int]:
-        """What its graph reads of these, which are not its own."""
-        recording = self.recording  # which another thread may let go
-        return recording.reads() & set(storages) if recording is not None else frozenset()
+        """What its graph reads or hands out of these, which are not its own."""
+        if (recording := self.recording) is None:  # another thread may let it go
+            return frozenset()
+        handed_out = map(storage_key, tensor_leaves(recording.output))
+        return recording.reads().union(handed_out) & set(storages)
 
     @property
     def is_held(self) -> bool:
@@ -282,7 +289,7 @@ class GraphCache:
         columns = zip(*[one.numbers() for one in seen], strict=True)
         if not any(len(set(column)) == 3 for column in columns):
             return None
-        self._varying[masked] = names = _names_of_different(list(seen))
+        self._varying[masked] = names = names_of_different(list(seen))
         _bound(self._varying)
         return names
 
@@ -361,8 +368,7 @@ class GraphCache:
 
         A newcomer must be clearly hotter than the graph it pushes out.
         """
-        held = [other for other in self.held() if other is not entry]
-        if not held:
+        if not (held := [other for other in self.held() if other is not entry]):
             return False
         victim = min(held, key=lambda e: e.saved_ms * self._warmth(e))
         waited = entry.requests - entry.requests_at_eviction
@@ -381,13 +387,6 @@ class GraphCache:
         """The held signature that differs in the fewest lines, for messages."""
         others = [e.signature for e in self.held() if e.signature != signature]
         return min(others, key=lambda other: len(other.diff(signature)), default=None)
-
-
-def _names_of_different(signatures: list[Signature]) -> str:
-    """The arguments that differ in each of these; the last call where none has a name."""
-    leaves = [signature.leaves() for signature in signatures]
-    names = [n for n in leaves[-1] if len({each.get(n) for each in leaves}) == len(leaves)]
-    return ", ".join(names) or signatures[-1].describe()
 
 
 def _looks_like_one(entry: Entry, known: list[Entry]) -> bool:

@@ -35,6 +35,24 @@ class EagerCalls(GraphHolding):
     """A holder of graphs that serves without them."""
 
     def _miss(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:
+        """An eager call of which nothing is learned but what it does to the module, where such
+        calls were seen to change that.
+        """
+        is_watched = self._must_watch(entry)
+        if is_watched:
+            self._watch.before_pass()
+        result = self._pass(entry, call, reason, detail)
+        if is_watched:
+            self._adopt(entry)
+        return result
+
+    def _must_watch(self, entry: Entry) -> bool:
+        """Whether what the next call finds changed would be taken for its user's doing."""
+        return self._watch.was_misled and self._watch.is_key(
+            self._habits.turned(entry.signature.call)
+        )
+
+    def _pass(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:
         differs = self._difference(reason, entry.signature)
         return self._fall_back(reason, detail, call.args, call.kwargs, differs)
 

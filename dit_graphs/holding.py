@@ -82,9 +82,8 @@ class GraphHolding:
         self.backend = resolve_backend(self.config.backend_for(self.options.component), device)
         if self.backend not in ("off", "none"):
             load_modes()
-        ignore = frozenset(self.options.ignore)
         eager = prepared(self.call_eager, self.options.family)
-        forward = Forward(self.module, eager, device, ignore)
+        forward = Forward(self.module, eager, device, frozenset(self.options.ignore))
         self._capturer = Capturer(forward, self.state, self.config, self.backend)
 
     def mark_changed(self) -> None:
@@ -202,6 +201,7 @@ class GraphHolding:
             entry.block(refusal.reason, refusal.detail, entry.uses + wait)
         elif refusal.reason in _SEEN_IN_A_PASS:
             entry.block_until_retry(refusal.reason, refusal.detail)
+            self._habits.judge(entry.signature.call, is_proven=False)
         else:
             entry.block(refusal.reason, refusal.detail)
         # counted where the eager call happens; told here because that may be the next call
@@ -215,7 +215,7 @@ class GraphHolding:
 
     def _from_nearest(self, signature: Signature) -> list[str]:
         nearest = self.cache.nearest(signature)
-        return nearest.diff(signature)[:_SHOWN_LINES] if nearest is not None else []
+        return [] if nearest is None else nearest.diff(signature)[:_SHOWN_LINES]
 
     def note_capture(self, entry: Entry, recording: Recording[object]) -> None:
         """One line about a new graph."""

@@ -22,7 +22,7 @@ from .checking import CheckedCalls
 from .errors import BreakFailed, CaptureAborted, Reason
 from .op_traits import storage_key
 from .pauses import FOR_GOOD
-from .reliance import Restless
+from .reliance import Restless, objects_among
 from .taken import take
 from .tree import tensor_leaves
 from .verify import Verdict
@@ -94,7 +94,7 @@ class Learning(CheckedCalls):
         if calls < 1 or call.request is None or self.options.padding:
             return
         is_told = self._is_by_itself(call) and call.is_whole(entry.signature)
-        if is_told and not self.cache.serves_alike(entry):
+        if is_told and not self._must_watch(entry) and not self.cache.serves_alike(entry):
             self._pauses.add(call.request, call.given, entry, why, calls, self._setting())
 
     def _setting(self) -> Hashable:
@@ -109,7 +109,7 @@ class Learning(CheckedCalls):
         """Whether a call is to pass in which nothing is learned."""
         if self._starts_plain(entry):
             return False
-        is_early = entry.uses < entry.plan.uses_before_observation
+        is_early = entry.uses < max(entry.plan.uses_before_observation, entry.rests_until)
         if is_early and not self._capturer.is_warming_up:
             return True
         return not self._capturer.admits(entry, call.request)
@@ -129,7 +129,7 @@ class Learning(CheckedCalls):
         if is_telling:
             self._watch.before_pass()
         clock, started = self.state.stopwatch(), time.perf_counter()
-        result = self._miss(entry, call, reason)
+        result = (self._pass if is_telling else self._miss)(entry, call, reason)
         host_ms = (time.perf_counter() - started) * 1e3
         clock.stop()
         self._capturer.note_eager(entry, clock, host_ms)
@@ -206,7 +206,9 @@ class Learning(CheckedCalls):
             self._keep_budget(entry)
             recording, inputs = entry.graph()  # still: other threads may let go of all graphs
             entry.reliance.captured_with = restless
-            entry.reliance.unread = _unread(entry, recording, call.tensors, memory)
+            entry.reliance.touched = _touched(entry, recording, call.tensors, memory)
+            if not recording.breaks:  # whose bodies may touch any
+                entry.reliance.unread = frozenset(memory) - entry.reliance.touched
             self.cache.note_graph(entry)
         except CaptureAborted as refusal:
             if not was_observed and refusal.reason in _OBSERVABLE:
@@ -237,6 +239,8 @@ class Learning(CheckedCalls):
         """The verdict, with what the pass has shown of its reading what other passes leave."""
         reliance = entry.reliance
         relied_on, reliance.doubted = reliance.doubted - self._remade(entry), frozenset()
+        # equal by chance: eager used another tensor that had the same values
+        relied_on |= reliance.touches_elsewhere(restless) - self._watch.turned
         is_shaken, reliance.weighed = reliance.exchanges > reliance.weighed, reliance.exchanges
         if verdict.reason is None and not relied_on:
             restive = reliance.prove(restless)
@@ -244,7 +248,8 @@ class Learning(CheckedCalls):
         is_other = verdict.reason in (Reason.VERIFY_MISMATCH, Reason.STATE_CHANGED)
         blamed = reliance.blamed(restless) if is_other else frozenset()
         if blamed:
-            self._watch.keep_in_key(blamed)
+            # but no objects: in the key each would be another one, whatever is in it
+            self._watch.keep_in_key(blamed - objects_among(restless))
         elif not relied_on and not (is_other and is_shaken):
             return verdict
         names = ", ".join(name.lstrip(".") for name in sorted(blamed))
@@ -261,6 +266,7 @@ class Learning(CheckedCalls):
     def _accept(self, entry: Entry, verdict: Verdict) -> None:
         """The graph was equal: it serves from now on, unless it saves nothing."""
         entry.state, entry.chances = State.READY, 0
+        self._habits.judge(entry.signature.call, is_proven=True)
         entry.replay_ms, entry.eager_ms = verdict.replay_ms, verdict.eager_ms
         if entry.recording is not None and entry.recording.nbytes > _LARGE_BYTES:
             self.state.reclaim()  # eager's activations are not needed beside the graph's
@@ -288,21 +294,19 @@ def _turned_by_others(verdict: Verdict, names: str) -> Verdict:
     return replace(verdict, reason=Reason.STATE_CHANGED, detail=f"other calls turn {names}")
 
 
-def _unread(
+def _touched(
     entry: Entry,
     recording: Recording[object],
     inputs: list[Tensor],
     memory: Mapping[str, frozenset[int]],
 ) -> frozenset[str]:
-    """Which of these places hold nothing that the graph touches or hands out. Any may be touched
-    by the body of a break.
-    """
-    if not memory or recording.breaks:
+    """Which of these places hold what the graph reads, writes or hands out."""
+    if not memory:
         return frozenset()
     outside = {storage_key(tensor) for tensor in (*inputs, *tensor_leaves(recording.output))}
     touched = outside | recording.reads()
     return frozenset(
         name
         for name, keys in memory.items()
-        if touched.isdisjoint(keys) and not entry.writes_to(keys)
+        if not touched.isdisjoint(keys) or entry.writes_to(keys)
     )

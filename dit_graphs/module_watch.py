@@ -47,6 +47,7 @@ class ModuleWatch:
         self.exchange = Exchange()  # what the last pass did to the tensors of caches
         self.turned: frozenset[str] = frozenset()  # plain attributes that it left otherwise
         self.moved_weights = False  # the last pass did
+        self.was_misled = False  # a look found changed what a pass before it may have changed
         self._found: Restless = ()  # what restless ones held before it
         self._is_fresh = False
         self._base: ModuleState | None = None
@@ -153,6 +154,10 @@ class ModuleWatch:
         """The memory of those that hold tensors of this device alone."""
         return restless_storages(self.module, self._volatile, device) if self._volatile else {}
 
+    def is_key(self, names: frozenset[str]) -> bool:
+        """Whether any of these attributes is part of the key."""
+        return not names <= self._volatile
+
     def keep_in_key(self, names: frozenset[str]) -> None:
         """These attributes do decide what calls compute that find them as others left them."""
         self._kept |= names
@@ -181,6 +186,7 @@ class ModuleWatch:
         if change is not None:
             drop(change)
             self.expect_changes()
+            self.was_misled |= self.ran_eager
         if said == self._said:  # else it is told again by whoever looks next
             self._pending = None
         self._adopt(now, glance)

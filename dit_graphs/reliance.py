@@ -11,21 +11,29 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Hashable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias, cast
+from itertools import islice
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from .ambient import outside_modes
-from .module_state import Exchange, tensor_key
+from .module_state import OBJECT_DEPTH, Exchange, tensor_key
 from .op_traits import storage_key, storage_parts
-from .parts import LEAF_LIMIT, members, own_dict
+from .parts import LEAF_LIMIT, callable_only, members, own_dict, parts, raw
 from .tree import UnknownLeaf, freeze
 
-__all__ = ["Habits", "Reliance", "Restless", "restless_storages", "restless_values"]
+__all__ = [
+    "Habits",
+    "Made",
+    "Reliance",
+    "Restless",
+    "objects_among",
+    "restless_storages",
+    "restless_values",
+]
 
 # of each attribute its name, what it is (a value, a tensor's layout), and where its tensors lie
 Restless: TypeAlias = "tuple[tuple[str, Hashable, tuple[Hashable, ...]], ...]"
@@ -44,13 +52,14 @@ class Reliance:
     `exchanges`: how often other passes exchanged tensors of the module since it was captured, and
     `weighed`: how many of these a compare has followed. Then what restless attributes held when it
     was captured, what its last pass left in them, and under which values it was equal to eager.
-    `unread`: those whose tensors it does not touch.
+    `touched` and `unread`: those whose tensors it touches, and those where nothing of it may.
     """
 
     doubted: frozenset[str] = frozenset()
     exchanges: int = 0
     weighed: int = 0
     captured_with: Restless = ()
+    touched: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     left: Restless = ()
     proven_with: list[Restless] = field(default_factory=list)
@@ -115,13 +124,20 @@ class Reliance:
         is_alike = not self.exchanges and _values(restless) == _values(self.captured_with)
         return is_alike and not (writes and restless != self.captured_with)
 
+    def touches_elsewhere(self, restless: Restless) -> frozenset[str]:
+        """Attributes that hold other tensors now than those that the graph touches."""
+        places = {name: places for name, _, places in self.captured_with}
+        moved = (name for name, _, now in restless if now != places.get(name, now))
+        return frozenset(moved) & self.touched
+
     def left_otherwise(self, restless: Restless) -> list[str]:
         """The attributes that hold something else now than its own last pass left in them."""
         return [value[0] for value in restless if value not in self.left]
 
     def forget_graph(self) -> None:
         """There is no graph any longer."""
-        self.doubted, self.captured_with, self.unread = frozenset(), (), frozenset()
+        self.doubted, self.captured_with = frozenset(), ()
+        self.touched = self.unread = frozenset()
         self.exchanges = self.weighed = 0
         self.proven_with.clear()
 
@@ -130,12 +146,22 @@ class Reliance:
 class _Habit:
     """`turned`: attributes that passes of one kind of call turned. `made`: memory that the last
     one put at each place of the module. `remade`: places at which one did so where another kind of
-    call had taken that away.
+    call had taken that away. `is_barred`: they gave no graph, so that no compare tells what they
+    read of what they turn.
     """
 
     turned: frozenset[str] = frozenset()
     made: dict[str, set[int]] = field(default_factory=dict)
     remade: frozenset[str] = frozenset()
+    is_barred: bool = False
+
+
+class Made(NamedTuple):
+    """An object that has no key: its kind and what is in it, whichever object it is."""
+
+    kind: tuple[str, str]
+    content: bytes | None
+    parts: tuple[tuple[str, Hashable], ...]
 
 
 class Habits:
@@ -171,12 +197,23 @@ class Habits:
         known = self._known.get(call)
         return known.remade if known is not None else frozenset()
 
+    def turned(self, call: Hashable) -> frozenset[str]:
+        """What passes of such a call were seen to turn."""
+        known = self._known.get(call)
+        return known.turned if known is not None else frozenset()
+
     def are_memories(self, names: Iterable[str]) -> bool:
         """Whether every call seen so far turns all of these where others left them otherwise: they
-        are memories of the last call, and what a replay leaves in them does not matter.
+        are memories of the last call, and what a replay leaves in them does not matter. A switch
+        that calls turn to and fro is none, and such calls give no graph.
         """
-        wanted = frozenset(names)
-        return all(wanted <= habit.turned for habit in list(self._known.values()))
+        wanted, known = frozenset(names), list(self._known.values())
+        return not wanted or all(wanted <= each.turned and not each.is_barred for each in known)
+
+    def judge(self, call: Hashable, *, is_proven: bool) -> None:
+        """A graph of such a call was equal to eager, or none was possible."""
+        if (known := self._known.get(call)) is not None:
+            known.is_barred = not is_proven
 
     def turns_memories_alone(self, call: Hashable) -> bool:
         """Whether such a call was seen to turn nothing that another kind of call may read."""
@@ -187,6 +224,17 @@ class Habits:
         """Somebody else has exchanged what the module holds."""
         for habit in list(self._known.values()):
             habit.made, habit.remade = {}, frozenset()
+
+
+def objects_among(restless: Restless) -> frozenset[str]:
+    """The attributes that hold an object without a key."""
+    return frozenset(name for name, value, _ in restless if _holds_made(value))
+
+
+def _holds_made(value: Hashable) -> bool:
+    if isinstance(value, Made):
+        return True
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Made)
 
 
 def _names(restless: Restless) -> list[str]:
@@ -225,26 +273,37 @@ def restless_storages(
     found: dict[str, frozenset[int]] = {}
     for name in names:
         tensors: list[Tensor] = []
-        with suppress(UnknownLeaf):
-            freeze(_at(module, name), tensors, limit=LEAF_LIMIT)
-            parts = [part for tensor in tensors for part in storage_parts(tensor)]
-            keys = frozenset(map(storage_key, parts))
-            if keys and 0 not in keys and all(part.device == device for part in parts):
-                found[name] = keys
+        _frozen(_at(module, name), tensors)
+        lying = [part for tensor in tensors for part in storage_parts(tensor)]
+        keys = frozenset(map(storage_key, lying))
+        if keys and 0 not in keys and all(part.device == device for part in lying):
+            found[name] = keys
     return found
 
 
 def _key(value: object) -> tuple[Hashable, tuple[Hashable, ...]]:
     found: list[Tensor] = []
-    try:
-        plain = freeze(value, found, limit=LEAF_LIMIT)
-    except UnknownLeaf:
-        # an object of its own in every pass, maybe: what it is made of has no name
-        return (type(value).__module__, type(value).__qualname__), ()
+    plain = _frozen(value, found)
     if not found:
         return plain, ()
     layouts, places = zip(*map(_layout_and_place, found), strict=True)
     return (plain, layouts), places
+
+
+def _frozen(value: object, found: list[Tensor], depth: int = OBJECT_DEPTH) -> Hashable:
+    """What the value is, without its tensors, which `found` holds then."""
+    mine: list[Tensor] = []
+    try:
+        plain = freeze(value, mine, limit=LEAF_LIMIT)
+    except UnknownLeaf:
+        # one of its own in every pass, maybe, in which the parts have no name
+        kind, inside = type(value), []
+        if depth and not callable_only(value):
+            inside = list(islice(parts(value), LEAF_LIMIT))
+        items = tuple((way, _frozen(item, found, depth - 1)) for way, item in inside)
+        return Made((kind.__module__, kind.__qualname__), raw(value), items)
+    found.extend(mine)
+    return plain
 
 
 def _layout_and_place(tensor: Tensor) -> tuple[Hashable, Hashable]:

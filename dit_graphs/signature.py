@@ -20,7 +20,15 @@ from .buffers import same_view, skew_bytes, span_bytes
 from .errors import ConfigError
 from .tree import LeafKeys, UnknownLeaf, freeze, has_named_parts, has_own_key, untyped
 
-__all__ = ["CallForm", "Signature", "TensorSpec", "register_leaf", "registered_leaves", "sign"]
+__all__ = [
+    "CallForm",
+    "Signature",
+    "TensorSpec",
+    "names_of_different",
+    "register_leaf",
+    "registered_leaves",
+    "sign",
+]
 
 _NUMBERS = (int, float)
 _leaf_keys: dict[type, Callable[[object], Hashable]] = {}
@@ -304,6 +312,13 @@ def _specs(tensors: list[Tensor]) -> list[TensorSpec]:
             earlier.append(index)
         specs.append(spec)
     return specs
+
+
+def names_of_different(signatures: list[Signature]) -> str:
+    """The arguments that differ in each of these; the last call where none has a name."""
+    leaves = [signature.leaves() for signature in signatures]
+    names = [n for n in leaves[-1] if len({each.get(n) for each in leaves}) == len(leaves)]
+    return ", ".join(names) or signatures[-1].describe()
 
 
 def _related(spec: TensorSpec, tensor: Tensor, earlier: list[tuple[int, Tensor]]) -> TensorSpec:

@@ -13,6 +13,7 @@ import dit_graphs
 from dit_graphs.module_state import Exchange
 from dit_graphs.reliance import (
     Habits,
+    Made,
     Reliance,
     Restless,
     restless_storages,
@@ -70,6 +71,17 @@ def test_where_a_tensor_lies_that_only_others_exchange_does_not_matter_once_show
         assert not reliance.is_known_with(held(3), habits, "never seen")
 
 
+def test_what_a_kind_of_call_turns_that_gave_no_graph_is_no_memory() -> None:
+    habits = Habits()
+    for call in ("one", "two"):
+        habits.note(call, frozenset({"a"}))
+    habits.judge("two", is_proven=False)
+    habits.judge("never seen", is_proven=False)
+    assert not habits.are_memories(["a"]) and habits.are_memories([])
+    habits.judge("two", is_proven=True)
+    assert habits.are_memories(["a"])
+
+
 def test_only_what_every_kind_of_call_turns_is_a_memory() -> None:
     habits = Habits()
     habits.note("one", frozenset({"a", "b"}))
@@ -117,7 +129,7 @@ def test_what_stands_at_a_place_that_a_sweep_names() -> None:
         "0.options['a'][1]": (float, (2.0).hex()),
         "0.options[3]": (str, "word"),
         "0.held.number": (int, 3),
-        "0.held": (__name__, Held.__qualname__),
+        "0.held": Made((__name__, Held.__qualname__), None, ((".number", (int, 3)),)),
         "0.gone.number": (type(None), None),
         "class somewhere.Else": (type(None), None),
     }

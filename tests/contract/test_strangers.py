@@ -147,6 +147,139 @@ def test_what_is_passed_on_without_any_op_is_what_stands_there(
             twin(graphing.randn(5, 8, seed=number), asked=True)
 
 
+class Passes(Keeps):
+    """Another tensor of the same values stands there now and then, and is scaled where it lies."""
+
+    def forward(self, x: Tensor, gain: float | None = None, *, scale: bool = False) -> Tensor:
+        if scale and self.kept is not None:
+            self.kept.mul_(0.5)
+        return super().forward(x, gain)
+
+
+@pytest.mark.parametrize("seed", [0, 9, 17, 28])
+@pytest.mark.parametrize("use", [_read, _hands_out, _written])
+def test_a_tensor_that_was_equal_by_chance_is_not_the_one_that_stands_there(
+    graphing: Where, use: Callable[[Keeps, Tensor], Tensor], seed: int
+) -> None:
+    twin, chance, alive = Twin(Passes(use), graphing), Random(seed), []
+    twin(graphing.randn(3, 8), 2.0)
+    for number in range(60):
+        alive.append(twin.module.kept)
+        kind = chance.choice(["put", "scale", "", "", ""])
+        x = graphing.randn(3, 8, seed=number)
+        twin(x, *((2.0,) if kind == "put" else ()), scale=kind == "scale")
+
+
+def _in_an_attribute(module: nn.Module, made: Tensor) -> None:
+    module.held = made
+
+
+def _in_a_list(module: nn.Module, made: Tensor) -> None:
+    module.held = [made]
+
+
+def _in_a_queue(module: nn.Module, made: Tensor) -> None:
+    module.held = [*(module.held or ())[-1:], made]
+
+
+def _in_a_buffer(module: nn.Module, made: Tensor) -> None:
+    module.table = made
+
+
+class Leaves(nn.Module):
+    """One kind of call leaves a tensor that nobody looks at, another one in every call."""
+
+    def __init__(self, keep: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.keep, self.held = keep, None
+        self.register_buffer("table", torch.ones(8), persistent=False)
+
+    def forward(self, x: Tensor, gain: float | None = None) -> Tensor:
+        if gain is not None:
+            self.keep(self, torch.full((8,), gain, device=x.device))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("keep", [_in_an_attribute, _in_a_list, _in_a_queue])
+def test_what_an_eager_call_leaves_takes_no_graph_from_those_that_do_not_look(
+    graphing: Where, keep: Callable[[nn.Module, Tensor], None]
+) -> None:
+    """It is eager for what it sets, and is looked at all the same: nobody else exchanged that."""
+    twin = Twin(Leaves(keep), graphing)
+    for number in range(30):
+        twin(graphing.randn(3, 8, seed=number), 2.0)
+        twin(graphing.randn(4, 8, seed=number))
+        if number == 14:
+            replays = twin.replays
+    assert twin.replays == replays + 15 and twin.captures <= 4
+
+
+def test_graphs_that_go_before_they_serve_are_captured_ever_more_seldom(graphing: Where) -> None:
+    twin = Twin(Leaves(_in_a_buffer), graphing)
+    for number in range(120):
+        twin(graphing.randn(3, 8, seed=number), 2.0)
+        twin(graphing.randn(4, 8, seed=number))
+        if number == 59:
+            captures = twin.captures
+    assert twin.captures <= captures + 3 <= 12
+
+
+class Box:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Boxes(nn.Module):
+    """One kind of call puts another object there; the other reads what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.box = Box(1.0)
+
+    def forward(self, x: Tensor, value: float | None = None) -> Tensor:
+        if value is not None:
+            self.box = Box(value)
+            return self.linear(x)
+        return self.linear(x) * self.box.value
+
+
+def test_what_is_in_an_object_counts_whichever_object_it_is(graphing: Where) -> None:
+    twin = Twin(Boxes(), graphing)
+    for number, value in enumerate([2.0] * 9 + [3.0, 2.0, 3.0]):
+        twin(graphing.randn(4, 8, seed=number), value)
+        for seed in range(2):
+            twin(graphing.randn(5, 8, seed=10 * number + seed))
+    assert twin.replays > 0
+
+
+class Switch(nn.Module):
+    """Both kinds of call turn it, and one of them by what it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.one, self.now = torch.ones(8), None
+
+    def forward(self, x: Tensor, *, flip: bool = False) -> Tensor:
+        if not flip:
+            self.now = self.one
+            return self.linear(x)
+        self.now = None if self.now is not None else torch.full((8,), 3.0, device=x.device)
+        h = self.linear(x)
+        return h if self.now is None else h + self.now
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_switch_that_every_call_turns_is_no_memory(graphing: Where, seed: int) -> None:
+    twin, chance = Twin(Switch(), graphing), Random(seed)
+    for module in (twin.module, twin.plain):
+        module.one = module.one.to(graphing.device)
+    for number in range(60):
+        twin(graphing.randn(3, 8, seed=number), flip=chance.random() < 0.6)
+
+
 class Rows(nn.Module):
     """One kind of call chooses a row of a table, which stays where it is; the other reads it."""
 
