@@ -243,7 +243,7 @@ class Learning(CheckedCalls):
         relied_on |= reliance.touches_elsewhere(restless) - self._watch.turned
         is_shaken, reliance.weighed = reliance.exchanges > reliance.weighed, reliance.exchanges
         if verdict.reason is None and not relied_on:
-            restive = reliance.prove(restless)
+            restive = reliance.prove(restless) or self._restive(entry)
             return verdict if restive is None else _turned_by_others(verdict, restive)
         is_other = verdict.reason in (Reason.VERIFY_MISMATCH, Reason.STATE_CHANGED)
         blamed = reliance.blamed(restless) if is_other else frozenset()
@@ -254,6 +254,14 @@ class Learning(CheckedCalls):
             return verdict
         names = ", ".join(name.lstrip(".") for name in sorted(blamed))
         return _turned_by_others(verdict, names or "memory of the module that it reads")
+
+    def _restive(self, entry: Entry) -> str | None:
+        """What such a call turns, where its graph is compared for that again and again in vain."""
+        is_vain = entry.reliance.is_proven_in_vain(entry.replays, entry.attempts)
+        if not is_vain or self.config.verify is not True:
+            return None
+        turned = sorted(name.lstrip(".") for name in self._habits.turned(entry.signature.call))
+        return ", ".join(turned) or "memory of the module that it reads"
 
     def _may_repeat(self, entry: Entry, restless: Restless) -> bool:
         """Whether eager, which just ran, may run once more: it left everything as it was, and what

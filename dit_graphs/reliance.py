@@ -42,6 +42,7 @@ _NOTHING = Exchange()
 _MOST_CALLS = 2048
 _ENOUGH = 8  # values under which a graph was right: it reads none of them
 _TIRED = 3  # places of tensors otherwise alike, each compared for nothing
+_IN_VAIN = 12  # compares without a replay between them
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
 
 
@@ -53,6 +54,7 @@ class Reliance:
     `weighed`: how many of these a compare has followed. Then what restless attributes held when it
     was captured, what its last pass left in them, and under which values it was equal to eager.
     `touched` and `unread`: those whose tensors it touches, and those where nothing of it may.
+    `in_vain`: compares since it served, when it had served `served` times.
     """
 
     doubted: frozenset[str] = frozenset()
@@ -63,6 +65,8 @@ class Reliance:
     unread: frozenset[str] = frozenset()
     left: Restless = ()
     proven_with: list[Restless] = field(default_factory=list)
+    in_vain: int = 0
+    served: int = 0
 
     def is_known_with(self, restless: Restless, habits: Habits, call: Hashable) -> bool:
         """Whether the graph was made or right while restless attributes held this, or was right
@@ -112,6 +116,15 @@ class Reliance:
         }
         return ", ".join(sorted(name.lstrip(".") for name in moved))
 
+    def is_proven_in_vain(self, replays: int, attempts: int) -> bool:
+        """Whether it is compared again and again and never serves, although it is equal each time.
+
+        The more `attempts` of this kind failed, the sooner.
+        """
+        self.in_vain = self.in_vain + 1 if replays == self.served else 1
+        self.served = replays
+        return self.in_vain > _IN_VAIN >> min(attempts, 2)
+
     def blamed(self, restless: Restless) -> frozenset[str]:
         """The attributes that held none of the values under which the graph was right or made."""
         known = {value for each in (self.captured_with, *self.proven_with) for value in each}
@@ -138,7 +151,7 @@ class Reliance:
         """There is no graph any longer."""
         self.doubted, self.captured_with = frozenset(), ()
         self.touched = self.unread = frozenset()
-        self.exchanges = self.weighed = 0
+        self.exchanges = self.weighed = self.in_vain = self.served = 0
         self.proven_with.clear()
 
 

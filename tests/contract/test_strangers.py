@@ -305,3 +305,33 @@ def test_another_view_of_the_same_memory_is_another_tensor(graphing: Where, seed
         index = chance.choice([None, None, None, 1, 2])
         twin(graphing.randn(3, 8, seed=number), *(() if index is None else (index,)))
     assert twin.replays > 0
+
+
+class Turned(nn.Module):
+    """Two kinds of calls set a number in turn, a third one reads what it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.box = Box(1.0)
+
+    def forward(self, x: Tensor, value: float | None = None) -> Tensor:
+        if value is not None:
+            self.box.value = value
+        return self.linear(x) * self.box.value
+
+
+def test_compares_end_where_they_never_let_a_graph_serve(graphing: Where) -> None:
+    """A replay would not set the number: a plain eager call costs half of one compared with it."""
+    twin, rounds = Twin(Turned().to(graphing.device), graphing), 60
+    counts = []
+    for _ in range(2):
+        for number in range(rounds):
+            twin(graphing.randn(3, 8, seed=number), 2.0)
+            twin(graphing.randn(4, 8, seed=number), 3.0)
+            twin(graphing.randn(5, 8, seed=number))
+        counts.append((twin.runner.stats.compares, twin.captures, twin.replays))
+    compares, captures, replays = (now - before for before, now in zip(*counts, strict=True))
+    assert compares + captures <= 2 * rounds / 5
+    assert replays >= rounds - 1
+    assert "other calls turn box.value" in str(dit_graphs.explain(twin.module))
