@@ -47,7 +47,7 @@ class CheckedCalls(EagerCalls, ABC):
         return False
 
     def _heed(self, change: Change) -> None:
-        """What a look has found changed is true of no graph from here on."""
+        """For a change that a look found, graphs go, or are compared before they serve again."""
         if change == "weights":
             self.cache.unblock_all()
             self._habits.forget_made()
@@ -87,7 +87,7 @@ class CheckedCalls(EagerCalls, ABC):
         return False
 
     def _own_changes(self) -> None:
-        """Nobody but the forward changed anything since the last look, in passes not looked at."""
+        """What the module holds now is taken for the work of passes that nobody looked at."""
         self._watch.adopt_changes(lambda: False, self._doubt_graphs)
 
     def _serve_anew(self, entry: Entry, call: Call) -> object:

@@ -16,7 +16,7 @@ from torch import nn
 from .parts import CONTAINERS, LEAF_LIMIT, parts
 from .tree import PLAIN, UnknownLeaf, freeze
 
-__all__ = ["ClassFacts"]
+__all__ = ["ClassFacts", "class_name"]
 
 _EVERYBODYS = (nn.Module, object)
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
@@ -24,9 +24,16 @@ _CALLS = ("forward", "__call__")
 _SIMPLE = frozenset({bool, int, str, type(None)})
 
 
+def class_name(kind: type) -> str:
+    """What a sweep calls the facts of this class."""
+    return f"class {kind.__module__}.{kind.__qualname__}"
+
+
 class ClassFacts:
-    """What all objects of some classes share: their functions, those their calls find beside them
-    by name, and plain values. Somebody may put another one in the place of each.
+    """What all objects of some classes share, as it was when this was made.
+
+    That is the classes' functions and plain values, and whatever global stands under a name that a
+    `forward` or `__call__` of theirs uses.
     """
 
     def __init__(self, kinds: Iterable[type]) -> None:
@@ -42,7 +49,7 @@ class ClassFacts:
         ]
 
     def is_same(self) -> bool:
-        """Whether each class, and each name that its calls find, stands for what it stood for."""
+        """Whether the classes, and the globals that their calls use, are still the same objects."""
         return (
             all(_are_same(own, before) for own, before in self._own)
             and all(names.get(name) is value for names, name, value in self._named)
@@ -51,7 +58,7 @@ class ClassFacts:
 
     @staticmethod
     def of(kind: type) -> Iterator[Hashable]:
-        """Those of one class, as a part of a key."""
+        """The facts of one class, as they belong to a key."""
         for parent in kind.__mro__:
             if parent in _EVERYBODYS:
                 continue
@@ -86,7 +93,7 @@ def _are_same(own: Mapping[str, object], before: dict[str, object]) -> bool:
 
 
 def _named_in(own: Mapping[str, object], call: str) -> Iterator[tuple[dict[str, object], str]]:
-    """The names that a class's call finds beside the class, each with where it finds it."""
+    """The globals that a method named `call` uses: the dict that holds them, and their names."""
     value = own.get(call)
     plain = unwrap(value) if isinstance(value, FunctionType) else None
     if isinstance(plain, FunctionType):

@@ -35,8 +35,10 @@ class EagerCalls(GraphHolding):
     """A holder of graphs that serves without them."""
 
     def _miss(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:
-        """An eager call of which nothing is learned but what it does to the module, where such
-        calls were seen to change that.
+        """An eager call that brings its signature no nearer to a graph.
+
+        Where the next call would take what it changes in the module for the user's doing, that is
+        looked at and noted as the forward's own.
         """
         is_watched = self._must_watch(entry)
         if is_watched:
@@ -47,9 +49,12 @@ class EagerCalls(GraphHolding):
         return result
 
     def _must_watch(self, entry: Entry) -> bool:
-        """Whether what the next call finds changed would be taken for its user's doing."""
+        """Whether such calls change what is part of the key, and a look was misled by that before.
+
+        Not from the start: most eager calls change nothing, and a look costs time.
+        """
         return self._watch.was_misled and self._watch.is_key(
-            self._habits.turned(entry.signature.call)
+            self._habits.changed(entry.signature.call)
         )
 
     def _pass(self, entry: Entry, call: Call, reason: Reason, detail: str = "") -> object:

@@ -157,11 +157,11 @@ class GraphHolding:
             request.recount(before, now)
 
     def _adopt(self, entry: Entry) -> tuple[Reason, str] | None:
-        """What the first passes set themselves (SDPA priorities, caches) is the entry's key now."""
+        """What an eager pass of `entry` set itself is noted; the state that it left is its key."""
         doubt = partial(self._doubt_graphs, entry=entry)
         moved = self._watch.adopt_changes(lambda: self.cache.knows_alike(entry), doubt)
         watch, reliance, call = self._watch, entry.reliance, entry.signature.call
-        self._habits.note(call, watch.turned, watch.exchange, reliance.doubted)
+        self._habits.note(call, watch.changed, watch.exchange, reliance.doubted)
         reliance.left = watch.restless()
         now = entry.signature.under(ambient_state(self.device), self._extra())
         if now != entry.signature:
@@ -170,7 +170,10 @@ class GraphHolding:
         return moved
 
     def _doubt_graphs(self, exchange: Exchange, entry: Entry | None = None) -> None:
-        """A pass (of `entry`) did that: graphs of calls that do not make it anew are compared."""
+        """Graphs that may read what a pass (of `entry`) exchanged are compared once more.
+
+        Not where their calls make that anew by themselves. Those that write to what is gone go.
+        """
         lost = exchange.lost
         for other in self.cache.held() if exchange.moved else ():
             if other.writes_to(lost):
@@ -248,11 +251,7 @@ class GraphHolding:
 
     def _keep_budget(self, entry: Entry) -> None:
         """The entry's new graph may stay. Raises `CaptureAborted` where it may not."""
-
-        def evict_one() -> bool:
-            return self.cache.evict_for(entry)
-
-        component = self.options.component
+        evict_one, component = partial(self.cache.evict_for, entry), self.options.component
         keep_budget(self.state, self.config, component, self.component_bytes, evict_one)
 
     def component_bytes(self) -> int:

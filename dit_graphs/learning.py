@@ -22,7 +22,7 @@ from .checking import CheckedCalls
 from .errors import BreakFailed, CaptureAborted, Reason
 from .op_traits import storage_key
 from .pauses import FOR_GOOD
-from .reliance import Restless, objects_among
+from .restless import Restless, objects_among
 from .taken import take
 from .tree import tensor_leaves
 from .verify import Verdict
@@ -106,7 +106,7 @@ class Learning(CheckedCalls):
         return is_first and not self._capturer.is_warming_up
 
     def _is_put_off(self, entry: Entry, call: Call) -> bool:
-        """Whether a call is to pass in which nothing is learned."""
+        """Whether the call is to run eagerly without teaching anything: a graph is not due yet."""
         if self._starts_plain(entry):
             return False
         is_early = entry.uses < max(entry.plan.uses_before_observation, entry.rests_until)
@@ -164,7 +164,10 @@ class Learning(CheckedCalls):
         return result
 
     def _has_turned(self, entry: Entry) -> bool:
-        """Whether the call that just ran left another state than its key says, known by itself."""
+        """Whether the call left the module in a state for which its signature is not the key.
+
+        Then that state has an entry of its own already (`rekey` has not moved this one there).
+        """
         signature = entry.signature
         return signature != signature.under(ambient_state(self.device), self._extra())
 
@@ -207,8 +210,8 @@ class Learning(CheckedCalls):
             recording, inputs = entry.graph()  # still: other threads may let go of all graphs
             entry.reliance.captured_with = restless
             entry.reliance.touched = _touched(entry, recording, call.tensors, memory)
-            if not recording.breaks:  # whose bodies may touch any
-                entry.reliance.unread = frozenset(memory) - entry.reliance.touched
+            if not recording.breaks:  # their bodies may touch whatever they like
+                entry.reliance.untouched = frozenset(memory) - entry.reliance.touched
             self.cache.note_graph(entry)
         except CaptureAborted as refusal:
             if not was_observed and refusal.reason in _OBSERVABLE:
@@ -224,27 +227,38 @@ class Learning(CheckedCalls):
             entry.state = State.READY
 
     def _is_proven(self, entry: Entry) -> bool:
-        """Whether its graph was compared with eager, as often as that is wanted, in this state."""
+        """Whether its graph was compared with eager in a state of the module like this one, as far
+        as that is wanted.
+        """
         if self.config.verify is not True:
             return self.config.verify is False
         restless, reliance = self._watch.restless(), entry.reliance
         call = entry.signature.call
         if not reliance.is_known_with(restless, self._habits, call):
             return False
-        others = reliance.left_otherwise(restless)  # where a pass would turn them, no replay does
-        habits = self._habits
-        return not others or habits.turns_memories_alone(call) or habits.are_memories(others)
+        # a pass of this call would change these, and a replay does not: may anybody miss it?
+        others, habits = reliance.left_otherwise(restless), self._habits
+        return not others or habits.changes_memories_alone(call) or habits.are_memories(others)
 
-    def _weighed(self, verdict: Verdict, entry: Entry, restless: Restless) -> Verdict:
-        """The verdict, with what the pass has shown of its reading what other passes leave."""
+    def _weighed(
+        self, verdict: Verdict, entry: Entry, restless: Restless, exchanges: int
+    ) -> Verdict:
+        """The verdict of a compare, against the graph also where its equal result proves nothing.
+
+        That is so where the graph reads tensors that other passes have taken from the module, and
+        eager used others, which held the same values. A different result is the graph's own fault
+        only where no other pass changed what it may read. `restless`, `exchanges`: what was held,
+        and how often others had exchanged something, when the compare began.
+        """
         reliance = entry.reliance
         relied_on, reliance.doubted = reliance.doubted - self._remade(entry), frozenset()
-        # equal by chance: eager used another tensor that had the same values
-        relied_on |= reliance.touches_elsewhere(restless) - self._watch.turned
-        is_shaken, reliance.weighed = reliance.exchanges > reliance.weighed, reliance.exchanges
+        relied_on |= reliance.touches_elsewhere(restless) - self._watch.changed
+        is_shaken, reliance.weighed = reliance.exchanges > reliance.weighed, exchanges
         if verdict.reason is None and not relied_on:
-            restive = reliance.prove(restless) or self._restive(entry)
-            return verdict if restive is None else _turned_by_others(verdict, restive)
+            if reliance.exchanges != exchanges:  # by another thread, meanwhile: compared once more
+                return verdict
+            unending = reliance.prove(restless) or self._compared_in_vain(entry)
+            return verdict if unending is None else _changed_by_others(verdict, unending)
         is_other = verdict.reason in (Reason.VERIFY_MISMATCH, Reason.STATE_CHANGED)
         blamed = reliance.blamed(restless) if is_other else frozenset()
         if blamed:
@@ -253,19 +267,19 @@ class Learning(CheckedCalls):
         elif not relied_on and not (is_other and is_shaken):
             return verdict
         names = ", ".join(name.lstrip(".") for name in sorted(blamed))
-        return _turned_by_others(verdict, names or "memory of the module that it reads")
+        return _changed_by_others(verdict, names or "memory of the module that it reads")
 
-    def _restive(self, entry: Entry) -> str | None:
-        """What such a call turns, where its graph is compared for that again and again in vain."""
+    def _compared_in_vain(self, entry: Entry) -> str | None:
+        """What such calls change, where their graph is compared for that and never serves."""
         is_vain = entry.reliance.is_proven_in_vain(entry.replays, entry.attempts)
         if not is_vain or self.config.verify is not True:
             return None
-        turned = sorted(name.lstrip(".") for name in self._habits.turned(entry.signature.call))
-        return ", ".join(turned) or "memory of the module that it reads"
+        changed = sorted(name.lstrip(".") for name in self._habits.changed(entry.signature.call))
+        return ", ".join(changed) or "memory of the module that it reads"
 
     def _may_repeat(self, entry: Entry, restless: Restless) -> bool:
-        """Whether eager, which just ran, may run once more: it left everything as it was, and what
-        it writes is what a compare undoes.
+        """Whether eager, which just ran, may run once more on the same: it left the module as it
+        was, and a compare undoes what it wrote.
         """
         writes = entry.observation is not None and bool(entry.observation.written_externals)
         is_known = entry.reliance.is_as_captured(restless, writes=writes)
@@ -298,8 +312,8 @@ class Learning(CheckedCalls):
             self._accept(entry, verdict)
 
 
-def _turned_by_others(verdict: Verdict, names: str) -> Verdict:
-    return replace(verdict, reason=Reason.STATE_CHANGED, detail=f"other calls turn {names}")
+def _changed_by_others(verdict: Verdict, names: str) -> Verdict:
+    return replace(verdict, reason=Reason.STATE_CHANGED, detail=f"other calls change {names}")
 
 
 def _touched(
@@ -308,7 +322,7 @@ def _touched(
     inputs: list[Tensor],
     memory: Mapping[str, frozenset[int]],
 ) -> frozenset[str]:
-    """Which of these places hold what the graph reads, writes or hands out."""
+    """The attributes, of those in `memory`, whose tensors the graph reads, writes or hands out."""
     if not memory:
         return frozenset()
     outside = {storage_key(tensor) for tensor in (*inputs, *tensor_leaves(recording.output))}

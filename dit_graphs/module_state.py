@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .ambient import outside_modes
-from .class_facts import ClassFacts
+from .class_facts import ClassFacts, class_name
 from .op_traits import storage_key
 from .parts import CONTAINERS, LEAF_LIMIT, STRUCTURE, behind, callable_only, parts, raw
 from .tree import PLAIN, Identity, UnknownLeaf, freeze
@@ -43,10 +43,11 @@ OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What happened to the tensors of caches between two sweeps.
+    """Which tensors outside weights and buffers a module holds no longer, or in addition.
 
-    `lost` and `gained`: memory that is held no longer, or in addition, as the same tensors, with
-    its place; a view of it may stand there. `moved`: places where another tensor stands now.
+    `lost` and `gained`: the storage of each such tensor, with the place of one of them. A tensor
+    counts as another where address, dtype, shape or strides differ, so that a storage may be both.
+    `moved`: places whose tensor is gone or another one now.
     """
 
     lost: Mapping[int, str] = field(default_factory=dict)
@@ -68,8 +69,8 @@ class ModuleState:
     cache_places: tuple[str, ...] = field(compare=False)
 
     def changed_attributes(self, other: ModuleState) -> frozenset[str]:
-        """Names of the attributes whose value differs between two sweeps, or the place of a tensor
-        in it.
+        """Names of the attributes that differ between two sweeps, in value or in where a tensor of
+        theirs lies.
         """
         mine, theirs = self.by_name(), other.by_name()
         names = mine.keys() | theirs.keys()
@@ -325,8 +326,7 @@ def sweep(module: nn.Module, volatile: frozenset[str] = frozenset()) -> ModuleSt
     while state.hidden:
         state.tree(*state.hidden.pop(0), is_hidden=True)
     for kind in state.classes:
-        name = f"class {kind.__module__}.{kind.__qualname__}"
-        if name not in volatile:
+        if (name := class_name(kind)) not in volatile:
             state.note(name, tuple(ClassFacts.of(kind)))
     return ModuleState(
         weights=tuple(state.weights),

@@ -17,8 +17,8 @@ from torch import nn
 from .errors import Reason
 from .glance import Glance, hooks_ever
 from .module_state import Exchange, ModuleState, sweep, weight_keys
-from .reliance import Restless, restless_storages, restless_values
 from .request_scope import Request
+from .restless import Restless, can_find, restless_storages, restless_values
 
 __all__ = ["Change", "ModuleWatch"]
 
@@ -44,11 +44,12 @@ class ModuleWatch:
         self.module = module
         self.refusal: tuple[Reason, str] | None = None
         self.ran_eager = False
-        self.exchange = Exchange()  # what the last pass did to the tensors of caches
-        self.turned: frozenset[str] = frozenset()  # plain attributes that it left otherwise
-        self.moved_weights = False  # the last pass did
-        self.was_misled = False  # a look found changed what a pass before it may have changed
-        self._found: Restless = ()  # what restless ones held before it
+        self.exchange = Exchange()  # what the last watched pass did to the tensors of caches
+        self.changed: frozenset[str] = frozenset()  # the attributes that it changed
+        self.moved_weights = False  # whether it did
+        # whether a look ever found changes that may have been an unwatched pass's own
+        self.was_misled = False
+        self._found: Restless = ()  # what restless attributes held before the last watched pass
         self._is_fresh = False
         self._base: ModuleState | None = None
         self._ids: OrderedDict[Hashable, int] = OrderedDict()  # keeps the states' objects alive
@@ -56,7 +57,7 @@ class ModuleWatch:
         self._numbers = itertools.count(1)
         self._checked: list[int] = []
         self._volatile: frozenset[str] = frozenset()
-        self._kept: frozenset[str] = frozenset()  # never again among them
+        self._kept: frozenset[str] = frozenset()  # never volatile again: they decide results
         self._changes: Counter[str] = Counter()
         self._left: dict[str, object] = {}  # as what the last pass that changed it left each
         self._moved = 0
@@ -147,11 +148,11 @@ class ModuleWatch:
         return self._base is not None and weight_keys(self.module) != self._base.weights
 
     def restless(self) -> Restless:
-        """What the attributes hold now that are no longer part of the key."""
+        """What the attributes hold now that changed too often to be part of the key."""
         return restless_values(self.module, self._volatile) if self._volatile else ()
 
     def restless_storages(self, device: torch.device) -> dict[str, frozenset[int]]:
-        """The memory of those that hold tensors of this device alone."""
+        """The memory of those among them that hold tensors, all of this device."""
         return restless_storages(self.module, self._volatile, device) if self._volatile else {}
 
     def is_key(self, names: frozenset[str]) -> bool:
@@ -159,7 +160,7 @@ class ModuleWatch:
         return not names <= self._volatile
 
     def keep_in_key(self, names: frozenset[str]) -> None:
-        """These attributes do decide what calls compute that find them as others left them."""
+        """These attributes decide what calls compute: they belong to the key, for good."""
         self._kept |= names
         self._volatile -= names
         self.glance = None  # it looks past them
@@ -243,9 +244,9 @@ class ModuleWatch:
         return "caches" if self.ran_eager and is_added else "weights"
 
     def is_as_adopted(self, restless: Restless) -> bool:
-        """Whether nothing changed since a state was adopted and restless attributes held this.
+        """Whether the module is as it was last adopted, its restless attributes included.
 
-        Nothing is remembered of it.
+        The look leaves no trace: the next one finds the same changes.
         """
         now, _ = self._state(exactly=False)
         return now == self._base and self.restless() == restless
@@ -281,26 +282,29 @@ class ModuleWatch:
         """After an eager pass: what the forward itself changed is the module's state now.
 
         `is_return`: whether such a call was made before; what a first one sets may grow with it.
-        `doubt` is told of exchanged tensors as `drop` is in `refresh`.
+        `doubt` is told of exchanged tensors before any other thread's call can be signed for the
+        new state, as `drop` is in `refresh`.
         Returns a reason where weights keep moving inside the call, so that no graph can work.
         """
         self._seen_pass = self._last_pass
-        # no forward turns a weight around where it lies
+        # not exactly: a forward may move a weight, but makes no other view of it in its place
         before, (now, glance) = self._base, self._state(exactly=False)
         self._is_fresh, self.exchange = False, Exchange()
         self.moved_weights = False
-        self.turned = frozenset(each[0] for each in set(self._found) ^ set(self.restless()))
+        self.changed = frozenset(each[0] for each in set(self._found) ^ set(self.restless()))
         if before is None or now is before:
             self._quiet_passes += 1
             return None
         self.expect_changes()
         self.exchange = before.exchanged(now)
-        self.turned |= now.changed_attributes(before)
+        self.changed |= now.changed_attributes(before)
         doubt(self.exchange)
         if is_return():
             self._count_changes(before, now)
-        restless = {name for name, count in self._changes.items() if count >= _TIRED} - self._kept
-        if not restless <= self._volatile:
+        often = {name for name, count in self._changes.items() if count >= _TIRED} - self._kept
+        # what is not found without a sweep stays in the key: no call could ask what it holds
+        restless = {n for n in often - self._volatile if can_find(self.module, n)}
+        if restless:
             self._volatile |= restless
             self.glance = None  # it looks at them
             now, glance = self._state()

@@ -31,7 +31,7 @@ _SIMPLE = frozenset(PLAIN) - {slice}  # which has no hash
 
 @dataclass(slots=True)
 class Pause:
-    """The next `calls` of a signature in a request are eager whatever happens in it.
+    """The next `calls` of a signature in this request run eagerly and are not looked up.
 
     `hooks`: how many this process had registered when that was found; `setting`: what the
     signature had besides arguments and module.
@@ -80,7 +80,7 @@ class Pauses:
         calls: int,
         setting: Hashable,
     ) -> None:
-        """After this call of `request`, `calls` more like it need not be looked up."""
+        """The next `calls` of `request` that look like this one are not looked up."""
         if request.number != self._request:
             self.clear()
             self._request = request.number

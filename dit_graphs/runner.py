@@ -230,6 +230,7 @@ class GraphRunner(Learning):
         self._watch.before_pass()
         verdict: Verdict | None = None
         taken, restless = entry.taken, self._watch.restless()
+        exchanges = entry.reliance.exchanges
         eager = repeatable(self.call_eager, call.args, call.kwargs, taken)
         try:
             may_repeat = partial(self._may_repeat, entry, restless)
@@ -246,12 +247,12 @@ class GraphRunner(Learning):
             return self._out_of_memory(entry, call)
         take(taken, (call.positional, call.named))
         self._adopt(entry)
-        verdict = self._weighed(verdict, entry, restless)
+        verdict = self._weighed(verdict, entry, restless, exchanges)
         reason = Reason.WARMING_UP
         if verdict.reason is not None:
             reason = verdict.reason
             self._refuse(entry, CaptureAborted(reason, verdict.detail))
-        elif entry.state is State.CAPTURED:
+        elif entry.state is State.CAPTURED and entry.reliance.exchanges == exchanges:
             self._accept(entry, verdict)
         self.stats.count_eager(reason, verdict.detail, self._difference(reason, entry.signature))
         if self.config.strict and reason is not Reason.WARMING_UP:

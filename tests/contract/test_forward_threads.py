@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -100,3 +101,52 @@ def test_who_cannot_do_without_the_gate_waits_for_the_end_of_a_capture(
             time.sleep(0.1)
             assert not writing.done()
         assert writing.result(timeout=60)
+
+
+def test_what_another_thread_exchanges_during_a_compare_is_compared_once_more(
+    segmenting: Where,
+) -> None:
+    """The result was equal without it, which says nothing of the state that it left."""
+
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.kept = torch.ones(8)
+
+        def forward(self, x: Tensor, value: float | None = None) -> Tensor:
+            if value is not None:
+                self.kept = torch.full((8,), value, device=x.device)
+                return self.linear(x)
+            kept = self.kept  # which no graph is seen to read: its break closes over it
+
+            @dit_graphs.eager_on_graph
+            def add(h: Tensor) -> Tensor:
+                return h + kept
+
+            h = add(self.linear(x)) + 1
+            for do in meanwhile:
+                do()
+            return h
+
+    def exchange(value: float) -> None:
+        with torch.no_grad():
+            module(segmenting.randn(4, 8), value)
+
+    def other() -> None:
+        meanwhile.clear()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(exchange, 3.0).result(timeout=60)
+
+    meanwhile: list[Callable[[], None]] = []
+    module = Waits().to(segmenting.device)
+    dit_graphs.wrap(module, backend=segmenting.backend)
+    exchange(2.0)
+    with torch.no_grad():
+        for seed in range(2):
+            module(segmenting.randn(3, 8, seed=seed))
+        meanwhile.append(other)
+        x, compares = segmenting.randn(3, 8, seed=5), runner_of(module).stats.compares
+        module(x)
+        assert runner_of(module).stats.compares == compares + 1
+        assert torch.equal(module(x), module.linear(x) + 3 + 1)

@@ -6,6 +6,8 @@ attribute that the user turns always belongs to the key.
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -294,12 +296,12 @@ def test_a_size_that_pops_is_not_captured_from_what_its_plain_call_left(
 def test_a_popped_argument_of_a_graph_that_is_wrong_is_whole_for_eager(graphing: Where) -> None:
     """The compare runs eager several times; each of them needs all entries."""
 
-    class Counts(nn.Module):
-        calls = 0
+    calls = count(1)
 
+    class Counts(nn.Module):
         def forward(self, x: Tensor, more: list[Tensor]) -> Tensor:
-            type(self).calls += 1  # no attribute of the module: baked, and found by the compare
-            return x * type(self).calls + more.pop()
+            # the number is no attribute of the module: baked, and found by the compare
+            return x * next(calls) + more.pop()
 
     module, x = Counts(), graphing.randn(8)
     dit_graphs.wrap(module, backend=graphing.backend)

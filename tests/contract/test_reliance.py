@@ -11,15 +11,9 @@ from twin import Twin, Where
 
 import dit_graphs
 from dit_graphs.module_state import Exchange
-from dit_graphs.reliance import (
-    Habits,
-    Made,
-    Reliance,
-    Restless,
-    restless_storages,
-    restless_values,
-)
+from dit_graphs.reliance import Habits, Reliance
 from dit_graphs.request_scope import begin_request, end_request
+from dit_graphs.restless import Contents, Restless, restless_storages, restless_values
 
 
 def test_a_graph_that_was_right_under_ever_other_values_reads_none_of_them() -> None:
@@ -59,13 +53,13 @@ def test_where_a_tensor_lies_that_only_others_exchange_does_not_matter_once_show
     habits = Habits()
     habits.note("reads", frozenset())
     habits.note("puts", frozenset({"a"}))
-    for unread in (frozenset({"a"}), frozenset[str]()):
-        reliance = Reliance(captured_with=held(1), unread=unread)
+    for untouched in (frozenset({"a"}), frozenset[str]()):
+        reliance = Reliance(captured_with=held(1), untouched=untouched)
         assert not reliance.is_known_with(held(2), habits, "reads")
         reliance.prove(held(1))
         assert not reliance.is_known_with(held(2), habits, "reads")
         reliance.prove(held(2))
-        assert reliance.is_known_with(held(3), habits, "reads") == bool(unread)
+        assert reliance.is_known_with(held(3), habits, "reads") == bool(untouched)
         assert not reliance.is_known_with(held(3, "other"), habits, "reads")
         assert not reliance.is_known_with(held(3), habits, "puts")
         assert not reliance.is_known_with(held(3), habits, "never seen")
@@ -103,6 +97,9 @@ def test_a_call_remakes_what_it_puts_there_again_after_another_took_it() -> None
     assert habits.remade("one") == {"a"}, "and no other place"
     habits.forget_made()
     assert not habits.remade("one")
+    for doubted in (none, frozenset({"a"})):
+        habits.note("one", none, Exchange({}, {9: "a"}), doubted)
+    assert not habits.remade("one"), "nothing stood there: it may use what another leaves"
     habits.note("one", none, Exchange({3: "a"}, {}), frozenset({"a"}))
     assert not habits.remade("one")
     habits.note("one", none, Exchange({3: "a", 5: "b"}, {6: "a", 8: "b"}), frozenset({"a"}))
@@ -129,9 +126,8 @@ def test_what_stands_at_a_place_that_a_sweep_names() -> None:
         "0.options['a'][1]": (float, (2.0).hex()),
         "0.options[3]": (str, "word"),
         "0.held.number": (int, 3),
-        "0.held": Made((__name__, Held.__qualname__), None, ((".number", (int, 3)),)),
-        "0.gone.number": (type(None), None),
-        "class somewhere.Else": (type(None), None),
+        "0.held": Contents((__name__, Held.__qualname__), None, ((".number", (int, 3)),)),
+        "0.gone.number": ("nothing is found there",),
     }
     found = restless_values(module, names)
     assert {name: value for name, value, _ in found} == names
