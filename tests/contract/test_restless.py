@@ -13,7 +13,7 @@ from twin import Twin, Where
 
 import dit_graphs
 from dit_graphs.reliance import Habits, Reliance
-from dit_graphs.restless import Restless, can_find, restless_values
+from dit_graphs.restless import Restless, can_find, objects_among, restless_values
 from dit_graphs.wrapping import runner_of
 
 
@@ -300,3 +300,16 @@ def test_the_commonest_values_have_the_key_that_they_have_in_a_container(value: 
         assert where == there == (value.data_ptr(),)
     else:
         assert (among, where, there) == ((list, (alone,)), (), ())
+
+
+def test_an_object_without_a_key_is_what_is_in_it() -> None:
+    module = nn.Module()
+    module.number, module.tensor, module.plain = Box(1.0), Box(torch.ones(2)), [torch.ones(2), 3]
+    module.bytes, names = bytearray(b"one"), [".bytes", ".number", ".plain", ".tensor"]
+    before = restless_values(module, names)
+    assert objects_among(before) == {".bytes", ".number", ".tensor"}
+    module.bytes, module.number = bytearray(b"one"), Box(1.0)
+    assert restless_values(module, names) == before
+    module.bytes[0], module.number.value = 0, 2.0
+    changed = set(restless_values(module, names)) - set(before)
+    assert {name for name, _, _ in changed} == {".bytes", ".number"}
