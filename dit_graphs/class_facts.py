@@ -14,14 +14,13 @@ from types import FunctionType
 from torch import nn
 
 from .parts import CONTAINERS, LEAF_LIMIT, parts
-from .tree import PLAIN, UnknownLeaf, freeze
+from .tree import PLAIN, SIMPLE, UnknownLeaf, freeze
 
 __all__ = ["ClassFacts", "class_name"]
 
 _EVERYBODYS = (nn.Module, object)
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 _CALLS = ("forward", "__call__")
-_SIMPLE = frozenset({bool, int, str, type(None)})
 
 
 def class_name(kind: type) -> str:
@@ -65,7 +64,7 @@ class ClassFacts:
             for name, value in vars(parent).items():
                 if isinstance(value, _FUNCTIONS):
                     yield value
-                elif type(value) in _SIMPLE or type(value) is float:
+                elif type(value) in SIMPLE or type(value) is float:
                     yield type(value), value
                 elif isinstance(value, CONTAINERS) and not name.startswith("__"):
                     yield name, _content(value)

@@ -19,7 +19,7 @@ from .ambient import outside_modes
 from .class_facts import ClassFacts, class_name
 from .op_traits import storage_key
 from .parts import CONTAINERS, LEAF_LIMIT, STRUCTURE, behind, callable_only, parts, raw
-from .tree import PLAIN, Identity, UnknownLeaf, freeze
+from .tree import PLAIN, SIMPLE, Identity, UnknownLeaf, freeze
 
 __all__ = [
     "HIDDEN_DEPTH",
@@ -36,7 +36,6 @@ __all__ = [
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-_SIMPLE = frozenset({bool, int, str, type(None)})
 HIDDEN_DEPTH = 1  # a layer in a list, or whose method stands in for a forward
 OBJECT_DEPTH = 3  # processor.options.limits.scale is looked at, one more is not
 
@@ -299,7 +298,7 @@ class _Sweep:
 def _plain_kind(value: object) -> type | None:
     """What tells apart values of the commonest types that are equal (1 and True); else None."""
     kind = type(value)
-    if kind in _SIMPLE:
+    if kind in SIMPLE:
         return kind
     if isinstance(value, tuple) and kind is tuple:
         for item in value:

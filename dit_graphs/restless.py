@@ -22,7 +22,7 @@ from .class_facts import ClassFacts, class_name
 from .module_state import OBJECT_DEPTH, tensor_key
 from .op_traits import storage_key, storage_parts
 from .parts import LEAF_LIMIT, behind, callable_only, members, own_dict, parts, raw
-from .tree import UnknownLeaf, freeze
+from .tree import SIMPLE, UnknownLeaf, freeze
 
 __all__ = [
     "Contents",
@@ -37,7 +37,6 @@ __all__ = [
 Restless: TypeAlias = "tuple[tuple[str, Hashable, tuple[Hashable, ...]], ...]"
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]+)\]")
-_SIMPLE = frozenset({bool, int, str, type(None)})
 _GONE = ("nothing is found there",)
 
 
@@ -84,7 +83,7 @@ def _key(value: object) -> tuple[Hashable, tuple[Hashable, ...]]:
         facts = ClassFacts.of(value.kind)
         return Contents(_named(value.kind), None, tuple(("", fact) for fact in facts)), ()
     kind = type(value)  # the commonest first: every replay asks
-    if kind in _SIMPLE:
+    if kind in SIMPLE:
         return (kind, value), ()
     if isinstance(value, Tensor) and kind is Tensor:
         layout, place = _layout_and_place(value)

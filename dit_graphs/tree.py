@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "PLAIN",
+    "SIMPLE",
     "Identity",
     "LeafKeys",
     "UnknownLeaf",
@@ -39,6 +40,7 @@ _NO_KEYS: LeafKeys = MappingProxyType({})
 _CONTAINERS = (tuple, list, dict)
 _SELF_KEYED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range, type, bytes)
 PLAIN = (bool, int, float, complex, str, type(None), *_SELF_KEYED, slice, Enum, torch.Size)
+SIMPLE = frozenset({bool, int, str, type(None)})  # of which equal ones of one type are the same
 _PASSED_ON = (*PLAIN, torch.Generator)
 
 

@@ -49,7 +49,10 @@ class Exchanges(nn.Module):
     def forward(self, x: Tensor, gain: float | None = None) -> Tensor:
         if gain is not None:
             self.gain = torch.full((8,), gain, device=x.device)
-        return self.linear(x) * self.gain
+        return self.use(self.linear(x))
+
+    def use(self, h: Tensor) -> Tensor:
+        return h * self.gain
 
 
 def _enter(boundary: str, steps: int) -> None:
@@ -360,18 +363,11 @@ def test_inputs_are_not_perturbed_between_another_threads_binding_and_its_replay
     assert twin.replays == before + 1 and late[0].result().reason is None
 
 
-class Breaks(nn.Module):
+class Breaks(Exchanges):
     """Only the body of a break reads the table that another kind of call exchanges."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.gain = torch.ones(8)
-
-    def forward(self, x: Tensor, gain: float | None = None) -> Tensor:
-        if gain is not None:
-            self.gain = torch.full((8,), gain, device=x.device)
-        return _scaled(self.linear(x), self.gain) + 1
+    def use(self, h: Tensor) -> Tensor:
+        return _scaled(h, self.gain) + 1
 
 
 @dit_graphs.eager_on_graph
